@@ -1,4 +1,5 @@
-"""What the token loader can do: mixtures, shuffled shards, packed documents, loss masks, and resuming mid-stream.
+"""What the token loader can do: mixtures, shuffled shards, packed documents, loss masks, and
+resuming mid-stream.
 
     python examples/loader.py [FOLDER]
 
@@ -25,7 +26,11 @@ def make(folder: Path) -> list[Path]:
         texts.mkdir()
         for number in range(400):
             (texts / f"{number:03d}.txt").write_text(f"{name} {number} {document}")
-        made.append(prepare_text([texts], folder / name, Tokenising("bytes", shard_tokens=10_000, processes=1)))
+        made.append(
+            prepare_text(
+                [texts], folder / name, Tokenising("bytes", shard_tokens=10_000, processes=1)
+            )
+        )
     return made
 
 
@@ -35,22 +40,30 @@ def main(folder: Path) -> None:
     options = {
         "lanes": 10,
         "lane_len": 256,
-        "align": "bos",  # a lane is packed with documents; each starts at its BOS token and is cut after max_doc_len
+        # a lane is packed with documents; each starts at its BOS token and is cut after max_doc_len
+        "align": "bos",
         "bos_id": BOS,
         "max_doc_len": 200,
         "max_docs": 16,  # makes num_docs and doc_offsets
         "loss_mask": True,
-        "shuffle": Shuffle(seed=1, unit="shard"),  # whole shards in a random order; their documents keep theirs
+        # whole shards in a random order; their documents keep theirs
+        "shuffle": Shuffle(seed=1, unit="shard"),
         "backend": "pread",  # where another process may truncate shards while they are read
     }
     mixture = [(letters, 7), (digits, 3)]
     with TokenLoader(mixture, **options) as loader:
         batch = next(loader)
-        print(f"batch {batch.step}: {batch.inputs.shape} tokens, documents per lane {batch.num_docs.tolist()}")
+        print(
+            f"batch {batch.step}: {batch.inputs.shape} tokens, documents per lane"
+            f" {batch.num_docs.tolist()}"
+        )
         first = batch.doc_offsets[0, : batch.num_docs[0] + 1]
         print(f"lane 0 has documents at {first[:-1].tolist()} of {first[-1]} tokens")
         weights = batch.loss_mask.astype(np.float32)  # a recipe's loss weights
-        print(f"{int(batch.loss_mask.size - weights.sum())} targets follow a cut document and have no weight")
+        print(
+            f"{int(batch.loss_mask.size - weights.sum())} targets follow a cut document and have no"
+            " weight"
+        )
         share = (batch.inputs[:, 1] == ord("d")).mean()
         print(f"{share:.0%} of the lanes come from digits")
         state = loader.state_dict()  # integers and strings, ready for JSON

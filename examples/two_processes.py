@@ -1,4 +1,5 @@
-"""Train on several processes with a step in plain JAX; jspeed joins them, and they print, fail and report as one.
+"""Train on several processes with a step in plain JAX; jspeed joins them, and they print, fail and
+report as one.
 
 jspeed launch --standalone --nproc-per-node 2 --results results.json examples/two_processes.py
 python examples/two_processes.py    # one process, the same losses
@@ -23,17 +24,21 @@ def step(weights, x, y):
 
 
 with jspeed.join() as processes:  # before anything asks JAX for devices
-    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))  # all processes' devices
+    # all processes' devices
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
     cut, whole = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec())
     weights = jax.device_put(np.zeros_like(TRUTH), whole)
     random = np.random.default_rng(0)
     for number in range(STEPS):
         x = random.standard_normal((ROWS, TRUTH.size), np.float32)
-        mine = np.split(x, processes.count)[processes.index]  # a real program reads only its own rows
+        # a real program reads only its own rows
+        mine = np.split(x, processes.count)[processes.index]
         batch = [jax.make_array_from_process_local_data(cut, part) for part in (mine, mine @ TRUTH)]
         weights, loss = step(weights, *batch)
         if number % 20 == 0:
             print(f"step {number}: loss {loss:.4f}")  # printed by process 0 alone
-    everyone = processes.gather({"rows": len(mine), "devices": jax.local_device_count(), "loss": loss})
+    everyone = processes.gather(
+        {"rows": len(mine), "devices": jax.local_device_count(), "loss": loss}
+    )
     print(*(f"process {index}: {found}" for index, found in enumerate(everyone)), sep="\n")
     processes.result({"loss": loss, "weights": weights})  # a record for launch --results

@@ -20,7 +20,8 @@ class Done(NamedTuple):
 
 
 def call(cwd: Path, script: str, *arguments: object) -> Done:
-    """Run ``scripts/SCRIPT``, or the command line of the module that ``script`` names, as ``__main__`` in ``cwd``.
+    """Run ``scripts/SCRIPT``, or the command line of the module that ``script`` names, as
+    ``__main__`` in ``cwd``.
 
     Devices cannot be asked for any more: there are those of conftest.py.
     """

@@ -1,4 +1,5 @@
-"""An environment with some packages and nothing else: a venv of links to what is installed here, made in no time."""
+"""An environment with some packages and nothing else: a venv of links to what is installed here,
+made in no time."""
 
 import os
 import sys
@@ -13,7 +14,8 @@ from packaging.utils import canonicalize_name
 def closure(requirements: list[str]) -> dict[str, Distribution]:
     """The distributions that ``requirements`` bring, of those installed here, by name.
 
-    What is not installed (CUDA's wheels on a machine without a GPU) is left out: no test here could import it.
+    What is not installed (CUDA's wheels on a machine without a GPU) is left out: no test here could
+    import it.
     """
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
@@ -30,7 +32,11 @@ def closure(requirements: list[str]) -> dict[str, Distribution]:
             if (name, extra) not in seen:
                 seen.add((name, extra))
                 rows = [Requirement(text) for text in one.requires or ()]
-                todo += [row for row in rows if row.marker is None or row.marker.evaluate({"extra": extra})]
+                todo += [
+                    row
+                    for row in rows
+                    if row.marker is None or row.marker.evaluate({"extra": extra})
+                ]
     return found
 
 
@@ -40,16 +46,28 @@ def tops(one: Distribution) -> set[str]:
 
 
 def minimal_venv(folder: Path, requirements: list[str]) -> Path:
-    """Make a venv in ``folder`` that holds ``requirements`` and what they require, and return its Python."""
+    """Make a venv in ``folder`` that holds ``requirements`` and what they require, and return its
+    Python."""
     venv.create(folder, symlinks=True, with_pip=False)
     kept = closure(requirements)
-    others = {top for one in distributions() if canonicalize_name(one.name) not in kept for top in tops(one)}
-    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    others = {
+        top
+        for one in distributions()
+        if canonicalize_name(one.name) not in kept
+        for top in tops(one)
+    }
+    site = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     for one in kept.values():
         for top in tops(one) - others:
             if not (site / top).exists():
                 (site / top).symlink_to(one.locate_file(top))
-        for path in one.files or ():  # of a folder that is shared with a package that stays out, only its own files
+        # of a folder that is shared with a package that stays out, only its own files
+        for path in one.files or ():
             if path.parts[0] in others:
                 (site / path).parent.mkdir(parents=True, exist_ok=True)
                 (site / path).symlink_to(one.locate_file(path))
@@ -58,6 +76,14 @@ def minimal_venv(folder: Path, requirements: list[str]) -> Path:
 
 def variables(*path: Path) -> dict[str, str]:
     """An environment for that Python: ``path`` to import from, and none of this one's packages."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS")}
-    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS")
+    }
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return kept | own

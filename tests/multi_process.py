@@ -14,16 +14,33 @@ from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
-TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
+TOY = [
+    "WIDTH=32",
+    "LAYERS=2",
+    "HEADS=2",
+    "MLP_WIDTH=64",
+    "LANES=8",
+    "LANE_LEN=32",
+    "EVAL_LEN=32",
+    "EVAL_TOKENS=256",
+]
 TOLD = ("JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
 QUICK = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # those of tests/conftest.py
-# For JAX 0.10's older emitter of fusions, in QUICK, the same program need not give the same bits twice.
-SAME_BITS = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"}
+# For JAX 0.10's older emitter of fusions, in QUICK, the same program need not give the same bits
+# twice.
+SAME_BITS = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+}
 
 
 def words(count: int, seed: int) -> bytes:
-    """Words of one sentence in random order: a toy learns them in a few steps, and two seeds share no long piece."""
-    return b" ".join(np.random.default_rng(seed).choice(b"the quick brown fox jumps over the lazy dog.".split(), count))
+    """Words of one sentence in random order: a toy learns them in a few steps, and two seeds share
+    no long piece."""
+    return b" ".join(
+        np.random.default_rng(seed).choice(
+            b"the quick brown fox jumps over the lazy dog.".split(), count
+        )
+    )
 
 
 def shards(folder: Path) -> Path:
@@ -40,17 +57,27 @@ def shards(folder: Path) -> Path:
 def environment(**more: object) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in TOLD}
     return (
-        kept | QUICK | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"} | {name: str(value) for name, value in more.items()}
+        kept
+        | QUICK
+        | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+        | {name: str(value) for name, value in more.items()}
     )
 
 
 def places(count: int, **more: object) -> list[dict[str, str]]:
     """The environments of ``count`` processes, as torchrun would set them."""
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    shared = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     return [environment(RANK=index, LOCAL_RANK=index, **shared, **more) for index in range(count)]
 
 
-def start(cwd: Path, variables: dict[str, str], *arguments: object, script: str = "speedrun.py") -> subprocess.Popen:
+def start(
+    cwd: Path, variables: dict[str, str], *arguments: object, script: str = "speedrun.py"
+) -> subprocess.Popen:
     command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=variables, text=True, stdout=pipe, stderr=pipe)
@@ -76,7 +103,8 @@ def toy(*more: str) -> list[str]:
 
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:
     text = (run_dir / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half written
+    # the last may be half written
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return {line["step"]: line[kind] for line in lines if kind in line}
 
 

@@ -1,4 +1,5 @@
-"""Rules of ARCHITECTURE.md: imports follow the layers, packages stay within a size, one module reads the time."""
+"""Rules of ARCHITECTURE.md: imports follow the layers, packages stay within a size, one module
+reads the time."""
 
 import ast
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
-FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may import, all of it on floors below
+# from the ground up: what each room may import, all of it on floors below
+FLOORS: list[dict[str, set[str]]] = [
     {
         name: set()
         for name in (
@@ -36,7 +38,17 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"model", "parallel", "recipe"}},
     {
         "recipes": {"model", "optim", "recipe"},
-        "run": {"cluster", "corpus", "data", "model", "optim", "parallel", "recipe", "record", "sizes"},
+        "run": {
+            "cluster",
+            "corpus",
+            "data",
+            "model",
+            "optim",
+            "parallel",
+            "recipe",
+            "record",
+            "sizes",
+        },
     },
     {
         "inference": {"corpus", "data", "model", "parallel", "recipe", "run"},
@@ -44,8 +56,19 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         "series": {"cluster", "leaderboard", "record", "run"},
     },
     {
-        "commands": {"cluster", "corpus", "data", "inference", "leaderboard", "parallel", "plan", "recipe"}
-        | {"record", "run", "series"},
+        "commands": (
+            {
+                "cluster",
+                "corpus",
+                "data",
+                "inference",
+                "leaderboard",
+                "parallel",
+                "plan",
+                "recipe",
+            }
+            | {"record", "run", "series"}
+        ),
         "sharding": {"parallel", "plan", "recipe"},
     },
     {"__init__": {"cluster"}, "__main__": {"commands"}},
@@ -98,10 +121,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_only_rooms_below(path: Path):
     own = room(path)
-    allowed = {name: its for floor in FLOORS for name, its in floor.items()}[own] | UNDER_ALL | {own}
+    allowed = (
+        {name: its for floor in FLOORS for name, its in floor.items()}[own] | UNDER_ALL | {own}
+    )
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] == "jspeed" and name not in ("jspeed", "jspeed.__version__") and not command(path):
+        if (
+            parts[0] == "jspeed"
+            and name not in ("jspeed", "jspeed.__version__")
+            and not command(path)
+        ):
             assert parts[1] in allowed, f"{path.relative_to(PACKAGE)} imports {name}"
         if own in WITHOUT_JAX:
             assert parts[0] not in ("jax", "jaxlib", "optax"), f"{own} imports {name}"
@@ -109,9 +138,15 @@ def test_imports_only_rooms_below(path: Path):
 
 def test_no_modules_import_each_other():
     """Not in a circle of several either, and imports in the body of a function count."""
-    names = {".".join(("jspeed", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    names = {
+        ".".join(("jspeed", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in FILES
+    }
     left = {
-        name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & names.keys()
+        name: (
+            {found if found in names else found.rpartition(".")[0] for found in imports(path)}
+            & names.keys()
+        )
         for name, path in names.items()
     }
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
@@ -131,26 +166,48 @@ def test_floors_lie_on_each_other():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_clock_reads_time(path: Path):
     """Arithmetic on moments that were read elsewhere is fine; reading one is not."""
-    if path in (PACKAGE / "run" / "clock.py", PACKAGE / "commands" / "leaderboard.py"):  # no record may be later
+    # no record may be later
+    if path in (PACKAGE / "run" / "clock.py", PACKAGE / "commands" / "leaderboard.py"):
         return
-    deadlines = path.parent.name == "cluster"  # of processes that wait for each other: nothing is measured
-    assert not {name.split(".")[0] for name in imports(path)} & {"timeit", *(() if deadlines else ("time",))}
-    readers = {"now", "utcnow", "today", "perf_counter", "process_time", *(() if deadlines else ("monotonic",))}
-    called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    # of processes that wait for each other: nothing is measured
+    deadlines = path.parent.name == "cluster"
+    assert not {name.split(".")[0] for name in imports(path)} & {
+        "timeit",
+        *(() if deadlines else ("time",)),
+    }
+    readers = {
+        "now",
+        "utcnow",
+        "today",
+        "perf_counter",
+        "process_time",
+        *(() if deadlines else ("monotonic",)),
+    }
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
     assert not called & readers
 
 
 MOVING = {  # API that JAX or Orbax may change in any release: where it is used
     "jax._src": {"jax_versions.py", "commands/main.py"},  # the latter names a logger
     "jax.experimental": {"jax_versions.py", "model/kernels/", "plan/target.py", "run/export.py"},
-    "jax.extend": {"jax_versions.py", "model/kernels/", "plan/findings.py", "plan/shard_map_checks.py"},
+    "jax.extend": {
+        "jax_versions.py",
+        "model/kernels/",
+        "plan/findings.py",
+        "plan/shard_map_checks.py",
+    },
     "orbax": {"run/checkpoint.py"},
 }
 
 
 @pytest.mark.parametrize("api", MOVING)
 def test_api_that_moves_has_one_place(api: str):
-    """Strings count: ``import_module("jax._src...")`` is an import too. Docstrings count for ``jax._src`` alone."""
+    """Strings count: ``import_module("jax._src...")`` is an import too. Docstrings count for
+    ``jax._src`` alone."""
     for path in FILES:
         own = str(path.relative_to(PACKAGE))
         used = any(name.startswith(f"{api}.") for name in imports(path))
@@ -159,7 +216,14 @@ def test_api_that_moves_has_one_place(api: str):
 
 
 @pytest.mark.parametrize(
-    "module", ["jspeed", "jspeed.data", "jspeed.corpus.tokenise", "jspeed.cluster.launch", "jspeed.leaderboard.judge"]
+    "module",
+    [
+        "jspeed",
+        "jspeed.data",
+        "jspeed.corpus.tokenise",
+        "jspeed.cluster.launch",
+        "jspeed.leaderboard.judge",
+    ],
 )
 def test_loads_without_jax(module: str):
     code = f"import {module}, sys; sys.exit('jax' in sys.modules)"
@@ -175,19 +239,26 @@ def test_the_package_itself_loads_nothing():
 def test_help_needs_no_jax():
     """Of no command: it would come two seconds later."""
     names = [path.stem for path in (PACKAGE / "commands").glob("[!_]*.py")]
-    code = f"import {', '.join(f'jspeed.commands.{name}' for name in names)}, sys; sys.exit('jax' in sys.modules)"
+    code = (
+        f"import {', '.join(f'jspeed.commands.{name}' for name in names)}, sys; sys.exit('jax' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_rooms_hold_few_modules():
-    """Recipes apart, which are as many as there are, and the package itself, which holds what is below all rooms."""
+    """Recipes apart, which are as many as there are, and the package itself, which holds what is
+    below all rooms."""
     for folder in {path.parent for path in FILES} - {PACKAGE / "recipes", PACKAGE}:
         modules = [path.name for path in folder.glob("*.py") if not path.name.startswith("__")]
-        assert len(modules) <= MOST_MODULES, f"{folder.relative_to(PACKAGE)} holds {len(modules)} modules"
+        assert len(modules) <= MOST_MODULES, (
+            f"{folder.relative_to(PACKAGE)} holds {len(modules)} modules"
+        )
 
 
 def test_files_are_rooms():
-    """A docstring that states one purpose, and no file past 400 lines; a recipe, which is flat, may have 500."""
+    """A docstring that states one purpose, and no file past 400 lines; a recipe, which is flat, may
+    have 500."""
     for path in FILES:
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{path} does not state its purpose"

@@ -16,8 +16,14 @@ from .call_script import SCRIPTS, call
         (["--mesh data=1000", "at most 256"], ["--mesh", "data=1000"]),
         (["--mesh data=2,data=2", "twice"], ["--mesh", "data=2,data=2"]),
         (["--mesh ", "data=8"], ["--mesh", ""]),
-        (["--plan n=1000000000", "at most 1000 runs"], ["--plan", "n=1000000000,seeds=1..1000000000"]),
-        (["--plan seeds=1..1000000000000", "at most 1000 runs"], ["--plan", "seeds=1..1000000000000"]),
+        (
+            ["--plan n=1000000000", "at most 1000 runs"],
+            ["--plan", "n=1000000000,seeds=1..1000000000"],
+        ),
+        (
+            ["--plan seeds=1..1000000000000", "at most 1000 runs"],
+            ["--plan", "seeds=1..1000000000000"],
+        ),
         (["--plan ", "such as n=4"], ["--plan", ""]),
         (["--target-loss", "a finite number"], ["--target-loss", "nan"]),
         (["--target-loss", "a finite number"], ["--target-loss", "inf"]),
@@ -57,7 +63,10 @@ def test_evaluate_refuses_to_measure_nothing(tmp_path, flag, count):
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("--data, --tokens, --accuracy would", "--hellaswag h.jsonl --data d --tokens 5 --accuracy"),
+        (
+            "--data, --tokens, --accuracy would",
+            "--hellaswag h.jsonl --data d --tokens 5 --accuracy",
+        ),
         ("--tokens, --hellaswag would", "--tasks arc_easy --tokens 5 --hellaswag h.jsonl"),
         ("--items would have no effect", "--items 5"),
         ("--json no/f.json: there is no folder no", "--json no/f.json"),
@@ -73,15 +82,22 @@ def test_evaluate_refuses_what_would_have_no_effect(tmp_path, words, arguments):
     [
         ("cannot be accessed (File name too long)", ["sample.py", "x" * 5000]),
         ("cannot be accessed (File name too long)", ["leaderboard.py", "verify", "x" * 5000]),
-        ("cannot be accessed (Too many levels of symbolic links)", ["leaderboard.py", "verify", "loop"]),
+        (
+            "cannot be accessed (Too many levels of symbolic links)",
+            ["leaderboard.py", "verify", "loop"],
+        ),
         ("does not exist", ["launch.py", "x" * 5000]),
         ("does not exist", ["leaderboard.py", "compare", "x" * 5000 + ".py", "stdlib"]),
         ("no recipe '", ["leaderboard.py", "compare", "x" * 5000, "stdlib"]),
-        ('--flags "\'": no closing quotation', ["leaderboard.py", "race", "stdlib", "stdlib", "--flags", "'"]),
+        (
+            '--flags "\'": no closing quotation',
+            ["leaderboard.py", "race", "stdlib", "stdlib", "--flags", "'"],
+        ),
     ],
 )
 def test_words_that_the_system_refuses_are_a_sentence(tmp_path, words, arguments):
-    """Path.exists() raises for a name that is too long, and below a folder that may not be searched."""
+    """Path.exists() raises for a name that is too long, and below a folder that may not be
+    searched."""
     (tmp_path / "loop").symlink_to("loop")
     done = call(tmp_path, *arguments)
     assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done
@@ -104,7 +120,10 @@ def test_sample_refuses_before_it_loads(tmp_path, words, arguments):
 def test_plan_asks_for_the_folder_of_its_files_first(tmp_path):
     for flag in ("--json", "--svg", "--html"):
         done = call(tmp_path, "plan.py", "stdlib", flag, "no/file")
-        assert done.code == 2 and done.err == f"error: {flag} no/file: there is no folder no; make it first\n"
+        assert (
+            done.code == 2
+            and done.err == f"error: {flag} no/file: there is no folder no; make it first\n"
+        )
 
 
 def test_plan_refuses_what_a_recipe_says(tmp_path):
@@ -118,7 +137,11 @@ def test_help(tmp_path):
     evaluate = call(tmp_path, "evaluate.py", "--help")
     assert evaluate.code == 0 and "hellaswag_val.jsonl, or download" in evaluate.out
     launch = call(tmp_path, "launch.py", "--help")
-    assert launch.code == 0 and "--standalone, --no-standalone" in launch.out and "--node-rank R " in launch.out
+    assert (
+        launch.code == 0
+        and "--standalone, --no-standalone" in launch.out
+        and "--node-rank R " in launch.out
+    )
 
 
 def test_a_recipe_is_printed_to_be_copied(tmp_path):
@@ -131,18 +154,27 @@ def test_a_recipe_is_printed_to_be_copied(tmp_path):
 
 
 def test_the_meshes_of_the_quick_start_fit_its_recipe():
-    """What the layout of tp needs besides what load_recipe_and_placement checks: heads that the model axis divides."""
+    """What the layout of tp needs besides what load_recipe_and_placement checks: heads that the
+    model axis divides."""
     page = (SCRIPTS.parent / "docs" / "quickstart.md").read_text()
-    lines = [line.partition("#")[0].split()[2:] for line in page.splitlines() if "jspeed run --mesh" in line]
+    lines = [
+        line.partition("#")[0].split()[2:]
+        for line in page.splitlines()
+        if "jspeed run --mesh" in line
+    ]
     assert len(lines) == 2
     found = find("stdlib")
     for arguments in lines:
         axes = parse_mesh(arguments[arguments.index("--mesh") + 1])
-        assert found.recipe.lanes % axes["data"] == 0 and found.fields["HEADS"] % axes.get("model", 1) == 0
+        assert (
+            found.recipe.lanes % axes["data"] == 0
+            and found.fields["HEADS"] % axes.get("model", 1) == 0
+        )
 
 
 def test_a_long_prompt_in_utf_8_is_called_long(tmp_path):
-    (tmp_path / "long.txt").write_bytes("xé".encode() * 4_000_000)  # the byte after the limit is half a character
+    # the byte after the limit is half a character
+    (tmp_path / "long.txt").write_bytes("xé".encode() * 4_000_000)
     done = call(tmp_path, "sample.py", "here", "--prompt-file", "long.txt")
     assert done.code == 2 and "holds more than 10,000,000 bytes" in done.err
 

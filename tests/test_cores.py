@@ -49,8 +49,13 @@ def test_more_cores_than_a_quota_leaves(tmp_path, monkeypatch):
 @pytest.mark.skipif(MINE < 2, reason="one core")
 def test_affinity():
     """As under taskset -c 0."""
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from jspeed.cores import cores; "
-    done = subprocess.run([sys.executable, "-c", code + "print(cores())"], capture_output=True, text=True)
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from jspeed.cores"
+        " import cores; "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(cores())"], capture_output=True, text=True
+    )
     assert done.stdout == "1\n"
 
 

@@ -1,4 +1,5 @@
-"""Links of the Markdown files lead somewhere, the index lists every page, and what pages name in the code is there."""
+"""Links of the Markdown files lead somewhere, the index lists every page, and what pages name in
+the code is there."""
 
 import ast
 import re
@@ -48,7 +49,12 @@ def defined(path: Path) -> set[str]:
             found |= {name.asname or name.name for name in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found |= {
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            }
     return found
 
 
@@ -82,7 +88,9 @@ def test_words_that_had_to_be_guessed():
     """Texts that readers see, and not the changelog, which tells of them."""
     views = (ROOT / "python/jspeed").rglob("*.html")
     for page in [*(page for page in PAGES if page.name != "CHANGELOG.md"), *views]:
-        found = re.findall(r"\b(?:raced|hindrances?|multipliers|queue empty|held up by)\b", page.read_text())
+        found = re.findall(
+            r"\b(?:raced|hindrances?|multipliers|queue empty|held up by)\b", page.read_text()
+        )
         assert not found, f"{page}: {found}"
 
 

@@ -1,6 +1,8 @@
-"""Every command of the pages, the Makefile, CI, the workflow and the GPU day, read by its own parser and not run.
+"""Every command of the pages, the Makefile, CI, the workflow and the GPU day, read by its own
+parser and not run.
 
-Running them takes hours, downloads and GPUs: test_package.py runs README's, tests/launchers those of docs/launch.md.
+Running them takes hours, downloads and GPUs: test_package.py runs README's, tests/launchers those
+of docs/launch.md.
 """
 
 import functools
@@ -26,23 +28,50 @@ from jspeed.run.find_recipe import find
 from jspeed.run.options import Options, check_options
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", ROOT / "records/ideas/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "records/ideas/README.md",
+]
 PAGES += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = set(re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.M)[1].replace("\\\n", " ").split())
+TARGETS = set(
+    re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.M)[1].replace("\\\n", " ").split()
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SCRIPTS = {path.name: "run" if path.stem == "speedrun" else path.stem for path in ROOT.glob("scripts/*.py")}
+SCRIPTS = {
+    path.name: "run" if path.stem == "speedrun" else path.stem for path in ROOT.glob("scripts/*.py")
+}
 # Files that the reader has, or that the page tells how to get.
-READERS = {"/data/fineweb", "shakespeare.txt", "my_texts", "gpt2", "webtext_val.jsonl.xz", "folder/of/the/text"}
-READERS |= {"~/nanoGPT", "~/torch/bin/python", "nanoGPT/data/openwebtext", "edu_fineweb10B", "cloud.py"}
-WRITTEN = {"out", "run_dir", "json_", "svg", "html", "results"}  # parameters that are files to be written
+READERS = {
+    "/data/fineweb",
+    "shakespeare.txt",
+    "my_texts",
+    "gpt2",
+    "webtext_val.jsonl.xz",
+    "folder/of/the/text",
+}
+READERS |= {
+    "~/nanoGPT",
+    "~/torch/bin/python",
+    "nanoGPT/data/openwebtext",
+    "edu_fineweb10B",
+    "cloud.py",
+}
+# parameters that are files to be written
+WRITTEN = {"out", "run_dir", "json_", "svg", "html", "results"}
 # What stands for something else, and one thing that it may stand for.
 PLACEHOLDERS = {r"(?:RECIPE|PARENT)": "stdlib", "X": "plan", r"\$\w+": "1", "N": "1"}
-SPAN = re.compile(rf"(make|jspeed|python3?|pip|maturin|\S*\.sh|(scripts/)?({'|'.join(map(re.escape, SCRIPTS))})) \S")
+SPAN = re.compile(
+    r"(make|jspeed|python3?|pip|maturin|\S*\.sh"
+    rf"|(scripts/)?({'|'.join(map(re.escape, SCRIPTS))})) \S"
+)
 
 
 def on_page(text: str) -> Iterator[tuple[str, bool]]:
-    """The commands of a page, and whether one is whole: in a block, not in the middle of a sentence."""
+    """The commands of a page, and whether one is whole: in a block, not in the middle of a
+    sentence."""
     fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
     for kind, block in fence.findall(text):
         if kind in ("sh", "bash"):
@@ -54,7 +83,8 @@ def on_page(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def simple(line: str) -> Iterator[list[str]]:
-    """The simple commands of a line of shell, as words; one that a sentence breaks off has no more words."""
+    """The simple commands of a line of shell, as words; one that a sentence breaks off has no more
+    words."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words: list[str] = []
@@ -87,8 +117,13 @@ class Reader:
 
     def command(self, words: list[str], whole: bool = True) -> None:
         program, *rest = words
-        if program in ("srun", "mpirun", "mpiexec", "torchrun"):  # they read their own flags, in tests/launchers
-            start = next(number for number, word in enumerate(rest) if word == "python" or word.endswith(".py"))
+        # they read their own flags, in tests/launchers
+        if program in ("srun", "mpirun", "mpiexec", "torchrun"):
+            start = next(
+                number
+                for number, word in enumerate(rest)
+                if word == "python" or word.endswith(".py")
+            )
             self.command(rest[start:])
         elif program == "make":
             named = [word for word in rest if "=" not in word]
@@ -118,7 +153,8 @@ class Reader:
             assert os.access(ROOT / program, os.X_OK), f"{program}: an unknown program"
 
     def jspeed(self, words: list[str], whole: bool) -> None:
-        """A command line of ``jspeed``; of one in a sentence, which may lack arguments, at least the command exists."""
+        """A command line of ``jspeed``; of one in a sentence, which may lack arguments, at least
+        the command exists."""
         prog, command = "jspeed", Group(main.ABOUT, main.COMMANDS, main.load)
         while isinstance(command, Group) and (whole or words):
             name = choose_command(command, words, prog)
@@ -152,8 +188,15 @@ class Reader:
 
     def exists(self, path: str) -> None:
         named = path.isupper() or Path(path).stem.isupper()  # FILE, NAME.py
-        known = named or path in READERS | self.made or path.replace("...", "") in self.made or (ROOT / path).exists()
-        assert known, f"{path}: neither in the repository, nor the reader's, nor written by a line before"
+        known = (
+            named
+            or path in READERS | self.made
+            or path.replace("...", "") in self.made
+            or (ROOT / path).exists()
+        )
+        assert known, (
+            f"{path}: neither in the repository, nor the reader's, nor written by a line before"
+        )
 
     def extras(self, words: list[str]) -> None:
         """The arguments of pip install or maturin develop."""
@@ -162,12 +205,16 @@ class Reader:
                 asked = set(re.sub(r"^\.\[|\]$", "", word).split(","))
                 assert asked <= PROJECT["optional-dependencies"].keys(), f"{asked}: no such extra"
             elif not word.startswith("-"):
-                assert Requirement(word).name in ("maturin", "libtpu"), f"{word}: which page says why?"
+                assert Requirement(word).name in (
+                    "maturin",
+                    "libtpu",
+                ), f"{word}: which page says why?"
 
     def paths(self, text: str) -> None:
         """Paths of the repository's own folders that a command names."""
         for path in re.findall(
-            r"(?<![\w./])((?:tests|scripts|records|rust|python|benchmarks|\.github)/[\w./*-]+)", text
+            r"(?<![\w./])((?:tests|scripts|records|rust|python|benchmarks|\.github)/[\w./*-]+)",
+            text,
         ):
             assert any(ROOT.glob(path)), f"{path}: no such file"
 
@@ -179,7 +226,11 @@ def parsed(command: Command, words: list[str]) -> dict[str, object]:
     for name, value in parse(replace(command, call=call), words, "jspeed")().items():
         if isinstance(value, Options):
             check_options(value)
-        given |= {one.name: getattr(value, one.name) for one in fields(value)} if is_dataclass(value) else {name: value}
+        given |= (
+            {one.name: getattr(value, one.name) for one in fields(value)}
+            if is_dataclass(value)
+            else {name: value}
+        )
     return given
 
 
@@ -231,15 +282,22 @@ def test_wrong_commands_are_noticed(line):
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_targets_name_what_exists(target):
     """``make -n`` fails where a file that a target needs can neither be found nor made."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60)
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     reader = Reader()
     reader.paths(done.stdout)
-    tests = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py") if path != Path(__file__))
+    tests = "".join(
+        path.read_text() for path in ROOT.glob("tests/**/*.py") if path != Path(__file__)
+    )
     for variable in re.findall(r"\bJSPEED_\w+", done.stdout):
         assert f'"{variable}"' in tests, f"no test reads {variable}"
-    reader.made |= {"/webtext_train_00.jsonl.xz", "/webtext_val.jsonl.xz"}  # of the variable WEBTEXT, which is empty
+    # of the variable WEBTEXT, which is empty
+    reader.made |= {"/webtext_train_00.jsonl.xz", "/webtext_val.jsonl.xz"}
     for line in re.findall(r"\.venv/bin/python scripts/.*", done.stdout.replace("\\\n", " ")):
         reader.line(line)
 
@@ -253,7 +311,9 @@ def test_ci_and_the_workflow_name_commands():
     ci = (ROOT / ".ci" / "run").read_text()
     reader.paths(ci)
     commands = re.findall(r"^ *(?:\[.*\] \|\| )?(?:suite|apart) [a-z]+ ([^#\n]*)", ci, re.M)
-    workflow = re.findall(r"^ +(?:.*bin/)?(jspeed .*)$", (ROOT / ".github/workflows/wheels.yml").read_text(), re.M)
+    workflow = re.findall(
+        r"^ +(?:.*bin/)?(jspeed .*)$", (ROOT / ".github/workflows/wheels.yml").read_text(), re.M
+    )
     assert len(commands) == 10 and len(workflow) > 4
     for line in commands + workflow:
         reader.line(line)

@@ -18,7 +18,11 @@ from jspeed.parallel.mesh import find_devices
 from .multi_process import SAME_BITS, environment, said, shards
 from .toys import TINY
 
-OTHER = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 5, "jax_threefry_partitionable": False}
+OTHER = {
+    "jax_default_prng_impl": "rbg",
+    "jax_random_seed_offset": 5,
+    "jax_threefry_partitionable": False,
+}
 
 
 @pytest.fixture
@@ -41,12 +45,18 @@ def test_a_key_is_jax_s_own(seed):
 def constants():
     tokens = jnp.arange(40, dtype=jnp.int32).reshape(1, 40)
     jax.clear_caches()
-    return [np.asarray(x) for x in (signs(tokens, 48), jax.random.key_data(key_of(3)), row_keys(1, 2, 3, 4))]
+    return [
+        np.asarray(x)
+        for x in (signs(tokens, 48), jax.random.key_data(key_of(3)), row_keys(1, 2, 3, 4))
+    ]
 
 
 def test_constants_of_a_model_depend_on_no_setting(other_settings):
     changed = constants()
-    for name, value in {"jax_default_prng_impl": "threefry2x32", "jax_random_seed_offset": 0}.items():
+    for name, value in {
+        "jax_default_prng_impl": "threefry2x32",
+        "jax_random_seed_offset": 0,
+    }.items():
         jax.config.update(name, value)
     jax.config.update("jax_threefry_partitionable", True)
     for one, two in zip(changed, constants(), strict=True):
@@ -54,21 +64,35 @@ def test_constants_of_a_model_depend_on_no_setting(other_settings):
 
 
 def test_what_is_left_out_is_said(capsys):
-    given = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "JAX_RANDOM_SEED_OFFSET": "5"}
+    given = {
+        "JAX_ENABLE_X64": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--x",
+        "JAX_RANDOM_SEED_OFFSET": "5",
+    }
     given |= {"CHECK_VMA": "1", "JAX_OF_A_RELEASE_TO_COME": "on", "MY_JAX_RUN": "1"}
     leave_out_settings(given)
     assert given == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "MY_JAX_RUN": "1"}
     assert capsys.readouterr().err.splitlines() == [
         "note: CHECK_VMA=1 is left out: jspeed's numbers depend on no setting of JAX",
         "note: JAX_ENABLE_X64=1 is left out: jspeed's numbers depend on no setting of JAX",
-        "note: JAX_OF_A_RELEASE_TO_COME=on is left out: jspeed's numbers depend on no setting of JAX",
+        (
+            "note: JAX_OF_A_RELEASE_TO_COME=on is left out: jspeed's numbers depend on no setting"
+            " of JAX"
+        ),
         "note: JAX_RANDOM_SEED_OFFSET=5 is left out: jspeed's numbers depend on no setting of JAX",
     ]
 
 
 def test_what_is_honoured_is_jax_s_own():
-    """A misspelt name would leave out the right one. Some about processes are read by ``rank.py`` alone."""
-    processes = {"COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "COORDINATOR_PORT", "LOCAL_DEVICE_IDS"}
+    """A misspelt name would leave out the right one. Some about processes are read by ``rank.py``
+    alone."""
+    processes = {
+        "COORDINATOR_ADDRESS",
+        "COORDINATOR_BIND_ADDRESS",
+        "COORDINATOR_PORT",
+        "LOCAL_DEVICE_IDS",
+    }
     processes |= {"NUM_PROCESSES", "PARTITION_INDEX", "PROCESS_ID", "SLICE_INDEX"}
     known = {name.upper() for name in jax.config.values} | {f"JAX_{name}" for name in processes}
     assert known >= HONOURED, HONOURED - known
@@ -79,7 +103,10 @@ def test_a_variable_that_jax_cannot_read_is_one_sentence():
     words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--show-layout"]
     done = subprocess.run(words, env=settings, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: JAX cannot read a variable (") and "LOG_COMPILES" in done.stderr
+    assert (
+        done.stderr.startswith("error: JAX cannot read a variable (")
+        and "LOG_COMPILES" in done.stderr
+    )
 
 
 def test_a_run_with_other_settings_is_the_same(tmp_path):
@@ -90,25 +117,42 @@ def test_a_run_with_other_settings_is_the_same(tmp_path):
     (tmp_path / "numpy").mkdir()
     for name in ("jax.py", "random.py", "typing.py", "numpy/__init__.py"):
         (tmp_path / name).write_text("raise SystemExit(9)")
-    words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--no-progress", "--no-sample", "--steps", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "jspeed",
+        "run",
+        "stdlib",
+        "--no-progress",
+        "--no-sample",
+        "--steps",
+        "2",
+    ]
     words += ["--data", shards(tmp_path / "shards")]
     losses = []
     for name, settings in (
         ("usual", {}),
-        ("other", {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_RANDOM_SEED_OFFSET": "5", "JAX_ENABLE_X64": "1",
+        ("other", {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_RANDOM_SEED_OFFSET": "5", "JAX_ENABLE_X64":
+        "1",
                    "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_TRANSFER_GUARD": "disallow",
-                   "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"}),
+                   "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION":
+                   "bfloat16"}),
     ):  # fmt: skip
         folder = tmp_path / name
         command = [*words, "--run-dir", folder, "--set", *TINY, "EVAL_EVERY=1"]
         none = {"JSPEED_CACHE": "/dev/null/none"} if settings else {}
-        given = {"env": environment(**SAME_BITS) | settings | none, "cwd": tmp_path if settings else None}
+        given = {
+            "env": environment(**SAME_BITS) | settings | none,
+            "cwd": tmp_path if settings else None,
+        }
         done = subprocess.run(command, **given, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("is left out") == len(settings)
         assert done.stderr.count("programs that this run compiles are not kept") == len(none)
         assert done.stderr.count("\n") == len(settings) + len(none)
-        losses.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        losses.append(
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        )
     of = [[line.get("train_loss", line.get("val_loss")) for line in lines] for lines in losses]
     assert of[0] == of[1] and len(of[0]) > 2
 
@@ -119,19 +163,35 @@ def test_a_platform_that_is_not_here_is_one_sentence(platform, tmp_path):
     """A traceback, in doctor too."""
     settings = environment() | {"JAX_PLATFORMS": platform}
     words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
-    done = subprocess.run([sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists(), done.stderr
-    assert done.stderr.startswith(f"error: JAX_PLATFORMS={platform}: JAX can use none of these here")
-    looked = subprocess.run([sys.executable, "-m", "jspeed", "doctor"], env=settings, capture_output=True, text=True)
-    assert looked.returncode == 0 and f"JAX_PLATFORMS={platform}: JAX can use none" in looked.stdout, looked.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    ), done.stderr
+    assert done.stderr.startswith(
+        f"error: JAX_PLATFORMS={platform}: JAX can use none of these here"
+    )
+    looked = subprocess.run(
+        [sys.executable, "-m", "jspeed", "doctor"], env=settings, capture_output=True, text=True
+    )
+    assert (
+        looked.returncode == 0 and f"JAX_PLATFORMS={platform}: JAX can use none" in looked.stdout
+    ), looked.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
         ("--xla_cpu_enable_fast_math=false", None),
-        ("--xla_cpu_enable_fast_math=false --xla_gone --xla_x=1", "Unknown flags in XLA_FLAGS: --xla_gone --xla_x=1)"),
-        ("--xla_cpu_enable_fast_math=maybe", "Couldn't interpret value maybe for flag xla_cpu_enable_fast_math"),
+        (
+            "--xla_cpu_enable_fast_math=false --xla_gone --xla_x=1",
+            "Unknown flags in XLA_FLAGS: --xla_gone --xla_x=1)",
+        ),
+        (
+            "--xla_cpu_enable_fast_math=maybe",
+            "Couldn't interpret value maybe for flag xla_cpu_enable_fast_math",
+        ),
         ("nowhere.txt", 'Could not open file "nowhere.txt"'),
         (" ", "Could not open file"),
     ],
@@ -148,17 +208,29 @@ def test_flags_that_xla_does_not_take(flags, fault, monkeypatch):
 def test_a_run_with_flags_that_xla_does_not_take_is_bad_input(tmp_path):
     settings = environment() | {"XLA_FLAGS": "--xla_gone=1"}
     words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
-    done = subprocess.run([sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists(), done.stderr
-    assert done.stderr.startswith("error: the XLA of jaxlib ") and "XLA_FLAGS: --xla_gone=1)" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    ), done.stderr
+    assert (
+        done.stderr.startswith("error: the XLA of jaxlib ")
+        and "XLA_FLAGS: --xla_gone=1)" in done.stderr
+    )
 
 
-@pytest.mark.parametrize(("written", "unfolded"), [("--xla_a=1\n  --xla_b\n", "--xla_a=1 --xla_b"), (None, "{}")])
+@pytest.mark.parametrize(
+    ("written", "unfolded"), [("--xla_a=1\n  --xla_b\n", "--xla_a=1 --xla_b"), (None, "{}")]
+)
 def test_a_file_of_flags_becomes_its_flags(written, unfolded, tmp_path):
     """A run records XLA_FLAGS, and options of its own go by them."""
     if written:
         (tmp_path / "flags").write_text(written)
-    for given, expected in ((f"{tmp_path}/flags", unfolded.format(f"{tmp_path}/flags")), ("--xla_c", "--xla_c")):
+    for given, expected in (
+        (f"{tmp_path}/flags", unfolded.format(f"{tmp_path}/flags")),
+        ("--xla_c", "--xla_c"),
+    ):
         settings = {"XLA_FLAGS": given}
         unfold_xla_flags(settings)
         assert settings == {"XLA_FLAGS": expected}

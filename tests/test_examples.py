@@ -23,7 +23,14 @@ def run(cwd, *arguments, seconds=300, **variables):
     kept = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     own = QUICK | {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=kept | own | variables,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
 
 
 def test_rules_that_cannot_be_meant():
@@ -44,7 +51,8 @@ def test_rules_that_cannot_be_meant():
 
 
 def test_placement_by_path_and_size(tmp_path):
-    """27 arrays by rules; one of a dimension, which is asked about no columns, is reported as without one."""
+    """27 arrays by rules; one of a dimension, which is asked about no columns, is reported as
+    without one."""
     done = run(tmp_path, EXAMPLES / "placement.py")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
@@ -53,7 +61,9 @@ def test_placement_by_path_and_size(tmp_path):
     expected = {"gain": "()", "embed": "()", "head": "()", "positions": columns}
     for layer in range(4):
         names = ("query", "key", "value", "up", "out", "down")
-        expected |= {f"layers/{layer}/{name}": rows if name in ("out", "down") else columns for name in names}
+        expected |= {
+            f"layers/{layer}/{name}": rows if name in ("out", "down") else columns for name in names
+        }
     assert specs == expected and len(specs) == 28
     assert last == "28 arrays, 1 without a rule: gain"
     assert "fewer than 2048 elements" in next(line for line in lines if line.startswith("head"))
@@ -63,31 +73,59 @@ def test_placement_by_path_and_size(tmp_path):
 
 def test_two_processes_are_one_of_eight_devices(tmp_path):
     """And the page that shows the program shows its output too."""
-    program, page = EXAMPLES / "two_processes.py", (EXAMPLES.parent / "docs" / "launch.md").read_text()
+    program, page = (
+        EXAMPLES / "two_processes.py",
+        (EXAMPLES.parent / "docs" / "launch.md").read_text(),
+    )
     assert f"```python\n{program.read_text()}```" in page
-    launch = ["-m", "jspeed", "launch", "--standalone", "--nproc-per-node", 2, "--results", "results.json", program]
+    launch = [
+        "-m",
+        "jspeed",
+        "launch",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--results",
+        "results.json",
+        program,
+    ]
     two = run(tmp_path, *launch, seconds=60)
     assert two.returncode == 0 and not two.stderr, two.stderr
     *steps, zero, one = two.stdout.splitlines()
     assert len(steps) == 4 and "\n".join(f"    {line}" for line in steps) in page
-    assert zero.startswith("process 0: {'rows': 32, 'devices': 1, 'loss': 0.0005") and one == f"process 1{zero[9:]}"
+    assert (
+        zero.startswith("process 0: {'rows': 32, 'devices': 1, 'loss': 0.0005")
+        and one == f"process 1{zero[9:]}"
+    )
     first, second = json.loads((tmp_path / "results.json").read_text())
-    assert (first.pop("rank"), second.pop("rank")) == (0, 1) and first == second and first["exit_code"] == 0
+    assert (
+        (first.pop("rank"), second.pop("rank")) == (0, 1)
+        and first == second
+        and first["exit_code"] == 0
+    )
     alone = run(tmp_path, program, JAX_NUM_CPU_DEVICES="8")
     assert alone.returncode == 0 and alone.stdout.splitlines()[:4] == steps, alone.stderr
-    assert alone.stdout.splitlines()[4].startswith("process 0: {'rows': 64, 'devices': 8, 'loss': 0.0005")
+    assert alone.stdout.splitlines()[4].startswith(
+        "process 0: {'rows': 64, 'devices': 8, 'loss': 0.0005"
+    )
     np.testing.assert_allclose(first["weights"], np.arange(8), atol=0.02)
 
 
 def test_loader(tmp_path):
-    """Lanes 7:3, documents where the tables say, masked targets, and the same tokens after resuming."""
+    """Lanes 7:3, documents where the tables say, masked targets, and the same tokens after
+    resuming."""
     done = run(tmp_path, EXAMPLES / "loader.py", tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("batch 0: (10, 256) tokens, documents per lane [")
-    assert lines[1].startswith("lane 0 has documents at [0, ") and lines[1].endswith("of 256 tokens")
+    assert lines[1].startswith("lane 0 has documents at [0, ") and lines[1].endswith(
+        "of 256 tokens"
+    )
     assert int(lines[2].split()[0]) > 0
-    assert lines[3:] == ["30% of the lanes come from digits", "resumed at step 1 with the same tokens"]
+    assert lines[3:] == [
+        "30% of the lanes come from digits",
+        "resumed at step 1 with the same tokens",
+    ]
 
 
 def code_of(name):
@@ -99,12 +137,15 @@ def code_of(name):
 
 @pytest.mark.slow
 def test_sizing_notebook_says_the_published_numbers(tmp_path):
-    """Parameters of GPT-2 and GPT-3, 6 N D over 312e12 x 8 x 0.3 a second, the tutorial's table of GPT-3, nanoGPT's
-    grid for approach 3, its line for approach 2, and its FLOPs of GPT-2."""
+    """Parameters of GPT-2 and GPT-3, 6 N D over 312e12 x 8 x 0.3 a second, the tutorial's table of
+    GPT-3, nanoGPT's grid for approach 3, its line for approach 2, and its FLOPs of GPT-2."""
     (tmp_path / "notebook.py").write_text("\n".join(code_of("sizing.ipynb")))
     done = run(tmp_path, "notebook.py")
     assert done.returncode == 0, done.stderr
-    eight = "parameters, bf16 43.65; gradients, bf16 43.65; master copy, fp32 87.30; Adam's moments, fp32 174.60"
+    eight = (
+        "parameters, bf16 43.65; gradients, bf16 43.65; master copy, fp32 87.30; Adam's moments,"
+        " fp32 174.60"
+    )
     best = "2.21e+19 FLOPs: 326.1 M parameters, 11.29 B tokens; on the grid 316.23 M, 11.65 B"
     laws = "tokens 1.9031; D ~ N^1.04096, so for 124 M parameters 2.2924 B tokens"
     counts = "124,439,808 parameters", "174,604,259,328 parameters", "874,944,921,600 FLOPs"
@@ -113,7 +154,8 @@ def test_sizing_notebook_says_the_published_numbers(tmp_path):
 
 
 def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
-    """Those of seeds.md, sections 4 to 6, and where a tutorial is wrong what is right: see the comments."""
+    """Those of seeds.md, sections 4 to 6, and where a tutorial is wrong what is right: see the
+    comments."""
     (tmp_path / "notebook.py").write_text("\n".join(code_of("shardings.ipynb")))
     done = run(tmp_path, "notebook.py")
     assert done.returncode == 0, done.stderr
@@ -126,23 +168,40 @@ def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
     assert lines[:7] == [
         "8 devices",
         "int32[4,8] in tiles of 2x2 on devices",
-        *["┌───┬───┬───┬───┐", "│ 0 │ 1 │ 2 │ 3 │", "├───┼───┼───┼───┤", "│ 4 │ 5 │ 6 │ 7 │", "└───┴───┴───┴───┘"],
+        *[
+            "┌───┬───┬───┬───┐",
+            "│ 0 │ 1 │ 2 │ 3 │",
+            "├───┼───┼───┼───┤",
+            "│ 4 │ 5 │ 6 │ 7 │",
+            "└───┴───┴───┴───┘",
+        ],
     ]
     assert "│ 0,4 │ 1,5 │ 2,6 │ 3,7 │" in lines  # the sums of columns
-    assert "│ 0 │ 2 │ 4 │ 6 │" in lines and after("the same array:") == "True"  # the turned mesh
-    assert after("int32[4@X,8@Y]") == "summed over rows: int32[8@Y]" and "float32[32@X] float32[32@X,4]" in done.stdout
+    # the turned mesh
+    assert "│ 0 │ 2 │ 4 │ 6 │" in lines and after("the same array:") == "True"
+    assert (
+        after("int32[4@X,8@Y]") == "summed over rows: int32[8@Y]"
+        and "float32[32@X] float32[32@X,4]" in done.stdout
+    )
     for mode in ("automatic  [", "explicit   [", "manual     ["):
         values = [float(word) for word in after(mode).removesuffix("]").split()]
         assert values == pytest.approx([0.01422223, 0.9701333, 0.00124826, 0.08572862], abs=1e-6)
     assert any(line.split()[:3] == ["all-reduce", "X", "16"] for line in lines)
-    assert done.stdout.count("unreduced-result - ") == done.stdout.count("ungathered-weight - ") == 1
+    assert (
+        done.stdout.count("unreduced-result - ") == done.stdout.count("ungathered-weight - ") == 1
+    )
     assert after("sums of parts") == "[  6  22  38  54  70  86 102 118], psum 496"
     assert after("psum of means") == "124.0, pmean 15.5, mean 15.5"
     assert after("head 0, right:") == "[[0, 1], [0, 1], [0, 1], [0, 1]]"
     assert after("heads:").endswith("exchanged: nothing") and "all-gather" in after("not_heads:")
-    factors = [float(line.split(" times")[0].split()[-1]) for line in lines if "times the FLOPs, " in line]
+    factors = [
+        float(line.split(" times")[0].split()[-1]) for line in lines if "times the FLOPs, " in line
+    ]
     assert factors == pytest.approx([1, 4, 2, 8, 1], abs=0.05)
-    assert after("the same numbers:") == "True" and "note: fsdp: w is sharded over the batch axis 'data'" in done.stdout
+    assert (
+        after("the same numbers:") == "True"
+        and "note: fsdp: w is sharded over the batch axis 'data'" in done.stdout
+    )
     for mode in ("automatic  start", "manual     start", "explicit   start"):
         # One that trains nothing stays at 0.2495842, the loss after one step.
         start, one, hundred = (float(part.split()[-1]) for part in after(mode).split(","))
@@ -164,13 +223,21 @@ WHEEL = "/x/jspeed-0.1.0-cp311-abi3-linux_x86_64.whl"
     ("found", "cargo", "source", "wanted"),
     [
         ("CPU", True, "", [f"jspeed @ {EXAMPLES.parent.as_uri()}"]),
-        ("GPU", False, "git+https://host/jspeed", ["rustup.rs", "jspeed[cuda12] @ git+https://host/jspeed"]),
+        (
+            "GPU",
+            False,
+            "git+https://host/jspeed",
+            ["rustup.rs", "jspeed[cuda12] @ git+https://host/jspeed"],
+        ),
         ("TPU", False, WHEEL, [f"jspeed[tpu] @ file://{WHEEL}"]),
         ("GPU", True, "git+https://host/jspeed", ["jspeed[cuda12] @ git+https://host/jspeed"]),
     ],
 )
-def test_notebook_installs_what_the_machine_needs(found, cargo, source, wanted, monkeypatch, tmp_path):
-    """The cell as it is, on machines that it is told about: Colab's and Kaggle's with a GPU, a TPU, or neither."""
+def test_notebook_installs_what_the_machine_needs(
+    found, cargo, source, wanted, monkeypatch, tmp_path
+):
+    """The cell as it is, on machines that it is told about: Colab's and Kaggle's with a GPU, a TPU,
+    or neither."""
     commands = []
 
     def run(command, **_):
@@ -179,7 +246,9 @@ def test_notebook_installs_what_the_machine_needs(found, cargo, source, wanted, 
         commands.append(command)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(shutil, "which", lambda name: {"nvidia-smi": found == "GPU", "cargo": cargo}[name] or None)
+    monkeypatch.setattr(
+        shutil, "which", lambda name: {"nvidia-smi": found == "GPU", "cargo": cargo}[name] or None
+    )
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(Path, "glob", lambda place, _: [place / "accel0"] * (found == "TPU"))
     monkeypatch.setenv("JSPEED_SOURCE", source)
@@ -188,7 +257,9 @@ def test_notebook_installs_what_the_machine_needs(found, cargo, source, wanted, 
     monkeypatch.chdir(EXAMPLES if not source else tmp_path)
     exec(compile(cell, "cell", "exec"), {})
     *before, pip = commands
-    assert len(commands) == len(wanted) and all(words in line for words, line in zip(wanted, before, strict=False))
+    assert len(commands) == len(wanted) and all(
+        words in line for words, line in zip(wanted, before, strict=False)
+    )
     assert pip == [sys.executable, "-m", "pip", "install", "-q", wanted[-1]]
     assert (".cargo/bin" in os.environ["PATH"].split(os.pathsep)[0]) >= bool(before)
     monkeypatch.setenv("JSPEED_SOURCE", "")
@@ -199,28 +270,42 @@ def test_notebook_installs_what_the_machine_needs(found, cargo, source, wanted, 
 
 @pytest.mark.slow
 def test_notebook_from_top_to_bottom(tmp_path):
-    """As on a CPU; and once more the last cell, which there says why it is left out, as if JAX had said "a T4"."""
+    """As on a CPU; and once more the last cell, which there says why it is left out, as if JAX had
+    said "a T4"."""
     *cells, last = code_of("names.ipynb")
     again = last.replace(
         '("STEPS=1000", "COOLDOWN=1000")',
-        '("WIDTH=32", "LAYERS=1", "HEADS=2", "LANES=8", "LANE_LEN=16", "EVAL_LEN=16", "EVAL_TOKENS=160", "STEPS=3")',
+        '("WIDTH=32", "LAYERS=1", "HEADS=2", "LANES=8", "LANE_LEN=16", "EVAL_LEN=16",'
+        ' "EVAL_TOKENS=160", "STEPS=3")',
     )
     assert again != last
     told = 'platform, found["devices"]["compute_capability"] = "gpu", "7.5"'
     shown = 'print(json.loads((work / "large" / "config.json").read_text())["fields"]["COMPUTE"])'
     (tmp_path / "notebook.py").write_text("\n".join([*cells, last, told, again, shown]))
     middles = ("n", "l", "r", "st", "nd", "v", "th")
-    names = [a + b + c for a in ("ma", "bri", "car", "do", "e", "jo") for b in middles for c in ("a", "e", "o", "y")]
+    names = [
+        a + b + c
+        for a in ("ma", "bri", "car", "do", "e", "jo")
+        for b in middles
+        for c in ("a", "e", "o", "y")
+    ]
     (tmp_path / "names.txt").write_text("\n".join(names))
     (tmp_path / "play.txt").write_text("What is a name?\nAnother name.\n" * 100)
     files = {"NAMES": str(tmp_path / "names.txt"), "SHAKESPEARE": str(tmp_path / "play.txt")}
-    # Most of its time is compilation, which LLVM's optimisations double; the limit is for what hangs on a busy machine.
+    # Most of its time is compilation, which LLVM's optimisations double; the limit is for what
+    # hangs on a busy machine.
     quick = {"STEPS": "20"}
     done = run(tmp_path, "notebook.py", seconds=1800, **quick, **files)
     assert done.returncode == 0, done.stderr
     loss = done.stdout.partition("loss over the last 50 steps: ")[2]
     assert float(loss.split()[0]) < 2.5
     assert done.stdout.count("temperature ") == 3 and "#" in done.stdout
-    assert "jspeed is installed; this machine has a " in done.stdout and "attention: xla (the only" in done.stdout
-    assert "skipped: it is for a GPU or a TPU, and this is a cpu. It has been run on neither." in done.stdout
+    assert (
+        "jspeed is installed; this machine has a " in done.stdout
+        and "attention: xla (the only" in done.stdout
+    )
+    assert (
+        "skipped: it is for a GPU or a TPU, and this is a cpu. It has been run on neither."
+        in done.stdout
+    )
     assert done.stdout.endswith("float32\n")

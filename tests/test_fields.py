@@ -1,4 +1,5 @@
-"""Checks of values against type annotations: what is accepted, and where error messages locate the rest."""
+"""Checks of values against type annotations: what is accepted, and where error messages locate the
+rest."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,7 +9,16 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, Positive, check_json, misfits
+from jspeed.fields import (
+    Count,
+    CountOrZero,
+    FolderName,
+    FolderPath,
+    NotNegative,
+    Positive,
+    check_json,
+    misfits,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +36,11 @@ from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegativ
         (Callable[..., Any], [len], ["len", None]),
         (Mapping[str, Any], [{}, {"a": 1}], [[], None]),
         (bool, [True], [1, 0]),
-        (FolderName, ["stdlib", "r21", "a" * 100], ["", "../../evil", "<script>", ".", "..", "a/b", "a" * 101, "é", 7]),
+        (
+            FolderName,
+            ["stdlib", "r21", "a" * 100],
+            ["", "../../evil", "<script>", ".", "..", "a/b", "a" * 101, "é", 7],
+        ),
         (FolderPath, ["stdlib/cpu", "a"], ["/a", "a//b", "a/../b", "", "a/"]),
     ],
 )
@@ -71,7 +85,12 @@ class File(TypedDict):
 
 
 def test_json_is_checked_against_a_typed_dict():
-    good = {"lines": [{"seconds": 1, "timed": None}], "sizes": {"data": 1}, "line": None, "newer": object()}
+    good = {
+        "lines": [{"seconds": 1, "timed": None}],
+        "sizes": {"data": 1},
+        "line": None,
+        "newer": object(),
+    }
     check_json(good, File)
     seconds = "a finite number of 0 or more (seconds)"
     for change, sentence in (
@@ -83,7 +102,10 @@ def test_json_is_checked_against_a_typed_dict():
             {"lines": [{"seconds": 1.0, "timed": 1}]},
             "field 'lines[0].timed': expected true or false or null, found 1 (int)",
         ),
-        ({"sizes": {"data": 0}}, "field 'sizes.data': expected a whole number from 1 to 2147483647, found 0 (int)"),
+        (
+            {"sizes": {"data": 0}},
+            "field 'sizes.data': expected a whole number from 1 to 2147483647, found 0 (int)",
+        ),
         (
             {"line": {"seconds": "x"}},
             f"field 'line.seconds': expected {seconds}, found 'x' (str)",
@@ -93,5 +115,7 @@ def test_json_is_checked_against_a_typed_dict():
         with pytest.raises(BadInput) as caught:
             check_json(good | change, File)
         assert str(caught.value) == sentence
-    with pytest.raises(BadInput, match=r"^expected an object with the fields of a file, found \[\] \(list\)$"):
+    with pytest.raises(
+        BadInput, match=r"^expected an object with the fields of a file, found \[\] \(list\)$"
+    ):
         check_json([], File)

@@ -1,4 +1,5 @@
-"""Atomic file writes: a full disk gives an error message and leaves neither half a file nor half a line."""
+"""Atomic file writes: a full disk gives an error message and leaves neither half a file nor half a
+line."""
 
 import os
 import pwd
@@ -18,7 +19,8 @@ from .multi_process import said
 
 @pytest.fixture
 def no_room():
-    """No file of this process may grow beyond 100 bytes; a disk that is full answers in the same places."""
+    """No file of this process may grow beyond 100 bytes; a disk that is full answers in the same
+    places."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     yield
@@ -28,7 +30,9 @@ def no_room():
 def test_a_whole_file_that_does_not_fit_leaves_the_old_one(tmp_path, no_room):
     path = tmp_path / "run.json"
     write_whole(path, "old")
-    assert "run.json cannot be written (File too large); make room" in said(lambda: write_whole(path, "x" * 101))
+    assert "run.json cannot be written (File too large); make room" in said(
+        lambda: write_whole(path, "x" * 101)
+    )
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
@@ -46,16 +50,24 @@ def test_a_line_that_does_not_fit_is_not_begun(tmp_path, no_room):
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path):
-    for call in (lambda: Lines(tmp_path / "no" / "file"), lambda: write_whole(tmp_path / "no" / "file", "")):
+    for call in (
+        lambda: Lines(tmp_path / "no" / "file"),
+        lambda: write_whole(tmp_path / "no" / "file", ""),
+    ):
         assert "no/file cannot be written (No such file or directory)" in said(call)
 
 
 def test_a_pipe_is_no_file_of_lines(tmp_path):
-    """Opened to write, one that nobody reads is waited for; to one that somebody reads the lines would be lost."""
+    """Opened to write, one that nobody reads is waited for; to one that somebody reads the lines
+    would be lost."""
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert "metrics.jsonl cannot be written (No such device" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
+    assert "metrics.jsonl cannot be written (No such device" in said(
+        lambda: Lines(tmp_path / "metrics.jsonl")
+    )
     reader = os.open(tmp_path / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
-    assert "metrics.jsonl cannot be written (not a regular file)" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
+    assert "metrics.jsonl cannot be written (not a regular file)" in said(
+        lambda: Lines(tmp_path / "metrics.jsonl")
+    )
     os.close(reader)
 
 
@@ -94,12 +106,16 @@ def test_without_a_home_the_variable_is_named_that_helps(no_passwd, monkeypatch,
     if home is not None:
         monkeypatch.setenv("HOME", home)
     sentence = said(cache_folder)
-    assert f"no home folder is known to keep data and compiled programs in (HOME is {home!r})" in sentence
+    assert (
+        f"no home folder is known to keep data and compiled programs in (HOME is {home!r})"
+        in sentence
+    )
     assert sentence.endswith("set JSPEED_CACHE to a folder you can write to")
 
 
 @pytest.mark.parametrize(
-    ("variable", "below"), [("HOME", ".cache/jspeed"), ("XDG_CACHE_HOME", "jspeed"), ("JSPEED_CACHE", "")]
+    ("variable", "below"),
+    [("HOME", ".cache/jspeed"), ("XDG_CACHE_HOME", "jspeed"), ("JSPEED_CACHE", "")],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="the names are Linux's")
 def test_a_cache_folder_that_cannot_be_made(tmp_path, no_passwd, monkeypatch, variable, below):
@@ -108,7 +124,10 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path, no_passwd, monkeypatch, va
     for place in ("file", "read-only"):
         folder = tmp_path / place / "x" / below
         monkeypatch.setenv(variable, str(tmp_path / place / "x"))
-        wanted = f"the cache folder {folder} is missing and cannot be made in {tmp_path / place}; set JSPEED_CACHE to"
+        wanted = (
+            f"the cache folder {folder} is missing and cannot be made in {tmp_path / place}; set"
+            " JSPEED_CACHE to"
+        )
         assert wanted in said(cache_folder)
         monkeypatch.setattr(os, "access", lambda *_: False)
     folder.mkdir(parents=True)
@@ -121,10 +140,14 @@ def test_what_needs_no_cache_folder_does_without(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert Options().recipe_or_default == "stdlib"
     (tmp_path / "names.txt").write_text("anna\nemma\n" * 50)
-    main.call(["prepare", "names", "--input", str(tmp_path / "names.txt"), "--out", str(tmp_path / "out")])
+    main.call(
+        ["prepare", "names", "--input", str(tmp_path / "names.txt"), "--out", str(tmp_path / "out")]
+    )
     assert f"jspeed run microgpt-names --data {tmp_path}/out" in capsys.readouterr().out
     for words in (["prepare", "names"], ["run", "stdlib"], ["run", "r29"]):
-        assert "set JSPEED_CACHE to a folder you can write to" in said(lambda words=words: main.call(words))
+        assert "set JSPEED_CACHE to a folder you can write to" in said(
+            lambda words=words: main.call(words)
+        )
     capsys.readouterr()
     main.call(["doctor"])
     assert "is missing and cannot be made in" in " ".join(capsys.readouterr().out.split())
@@ -140,7 +163,10 @@ def test_json_of_any_depth_is_json_or_not(tmp_path):
 
 
 def test_a_written_file_has_the_mode_that_the_umask_allows(tmp_path):
-    code = f"from pathlib import Path; from jspeed import files; files.write_whole(Path({str(tmp_path / 'f')!r}), '')"
+    code = (
+        "from pathlib import Path; from jspeed import files;"
+        f" files.write_whole(Path({str(tmp_path / 'f')!r}), '')"
+    )
     for umask, mode in ((0o077, 0o600), (0o022, 0o644)):
         subprocess.run([sys.executable, "-c", code], check=True, umask=umask)
         assert (tmp_path / "f").stat().st_mode & 0o777 == mode

@@ -2,9 +2,9 @@
 
 No traceback, and no file outside the run directory.
 
-Everything goes in by ``scripts/`` and ``python -m jspeed.data`` as a user's does, in this process. Most examples stop
-before anything is compiled, by ``--show-layout`` or because there is no model; some train a toy for a step. Examples
-are the same in every run.
+Everything goes in by ``scripts/`` and ``python -m jspeed.data`` as a user's does, in this process.
+Most examples stop before anything is compiled, by ``--show-layout`` or because there is no model;
+some train a toy for a step. Examples are the same in every run.
 """
 
 import json
@@ -36,44 +36,121 @@ HOME = "home"  # where examples run; what is beside it nobody may write
 
 numbers = st.one_of(
     st.sampled_from(
-        ["0", "-1", "1", "3", "1.5", "nan", "inf", "-inf", "1e999", "", "x", "1_0", "²", "0x10", "9" * 5000]
+        [
+            "0",
+            "-1",
+            "1",
+            "3",
+            "1.5",
+            "nan",
+            "inf",
+            "-inf",
+            "1e999",
+            "",
+            "x",
+            "1_0",
+            "²",
+            "0x10",
+            "9" * 5000,
+        ]
     ),
     st.integers(-(2**70), 2**70).map(str),
     st.floats().map(repr),
 )
 texts = st.one_of(
-    st.sampled_from(["", ".", "..", "../../evil", "/", "<script>", "-", "--", "=", ",", "a b", "$HOME", "x" * 5000]),
+    st.sampled_from(
+        [
+            "",
+            ".",
+            "..",
+            "../../evil",
+            "/",
+            "<script>",
+            "-",
+            "--",
+            "=",
+            ",",
+            "a b",
+            "$HOME",
+            "x" * 5000,
+        ]
+    ),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12),
 )
-axes = st.tuples(st.sampled_from(["data", "model", "pipe", "datta", ""]), numbers | st.just("2")).map("=".join)
+axes = st.tuples(
+    st.sampled_from(["data", "model", "pipe", "datta", ""]), numbers | st.just("2")
+).map("=".join)
 meshes = st.lists(axes, max_size=3).map(",".join) | texts
-plans = st.one_of(texts, numbers.map("n={}".format), st.tuples(numbers, numbers).map("..".join).map("seeds={}".format))
-layouts = st.sampled_from(["zero1", "dp", "fsdp", "tp", "fsdp+tp", "pp", "dp+remat", "pp+remat", "+", ""]) | texts
-names = st.sampled_from(["stdlib", "shakespeare-char", "r21", "stdlb", "none.py", "mine/.py", "/"]) | texts
+plans = st.one_of(
+    texts,
+    numbers.map("n={}".format),
+    st.tuples(numbers, numbers).map("..".join).map("seeds={}".format),
+)
+layouts = (
+    st.sampled_from(["zero1", "dp", "fsdp", "tp", "fsdp+tp", "pp", "dp+remat", "pp+remat", "+", ""])
+    | texts
+)
+names = (
+    st.sampled_from(["stdlib", "shakespeare-char", "r21", "stdlb", "none.py", "mine/.py", "/"])
+    | texts
+)
 FIELDS = sorted(find("stdlib", trace=False).fields)
 values = st.one_of(
-    numbers.filter(lambda text: len(text) < 3),  # sizes are small: a recipe is traced layer by layer
+    # sizes are small: a recipe is traced layer by layer
+    numbers.filter(lambda text: len(text) < 3),
     st.sampled_from(
-        ["None", "True", "()", "[1, 2]", "{}", "{[]: 1}", "'x'", "(" * 300, "b''", "1j", "lambda: 0", "nan"]
+        [
+            "None",
+            "True",
+            "()",
+            "[1, 2]",
+            "{}",
+            "{[]: 1}",
+            "'x'",
+            "(" * 300,
+            "b''",
+            "1j",
+            "lambda: 0",
+            "nan",
+        ]
     ),
     texts.filter(lambda text: len(text) < 100),
 )
-sets = st.tuples(st.sampled_from(FIELDS) | texts, st.sampled_from(["=", "", "=="]), values).map("".join)
+sets = st.tuples(st.sampled_from(FIELDS) | texts, st.sampled_from(["=", "", "=="]), values).map(
+    "".join
+)
 flags = st.one_of(
-    st.tuples(st.sampled_from(["--seed", "--steps", "--micro-batch", "--target-loss", "--max-minutes"]), numbers),
-    st.tuples(st.sampled_from(["--checkpoint-every", "--profile", "--processes", "--process-id"]), numbers),
+    st.tuples(
+        st.sampled_from(["--seed", "--steps", "--micro-batch", "--target-loss", "--max-minutes"]),
+        numbers,
+    ),
+    st.tuples(
+        st.sampled_from(["--checkpoint-every", "--profile", "--processes", "--process-id"]), numbers
+    ),
     st.tuples(st.just("--mesh"), meshes),
     st.tuples(st.just("--layout"), layouts),
-    st.tuples(st.sampled_from(["--attention", "--log", "--coordinator", "--data", "--init-from", "--nope"]), texts),
+    st.tuples(
+        st.sampled_from(
+            ["--attention", "--log", "--coordinator", "--data", "--init-from", "--nope"]
+        ),
+        texts,
+    ),
     st.tuples(st.just("--set"), sets),
-    st.tuples(st.sampled_from(["--resume", "--no-sample", "--no-progress", "--sample", "--help", "-h"])),
+    st.tuples(
+        st.sampled_from(["--resume", "--no-sample", "--no-progress", "--sample", "--help", "-h"])
+    ),
 )
 json_values = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), texts.filter(lambda t: len(t) < 100)
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**70), 2**70),
+        st.floats(),
+        texts.filter(lambda t: len(t) < 100),
     ),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(texts.filter(lambda t: len(t) < 100), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(texts.filter(lambda t: len(t) < 100), inner, max_size=3)
     ),
     max_leaves=5,
 )
@@ -87,14 +164,19 @@ def place(tmp_path: Path) -> Path:
 
 
 def behaves(place: Path, script: str, *arguments: object, writes: tuple[str, ...] = ()) -> Done:
-    """Call a command line; only folders of HOME that are called one of ``writes`` may be other afterwards."""
+    """Call a command line; only folders of HOME that are called one of ``writes`` may be other
+    afterwards."""
     before = snapshot(place, writes)
     done = call(place / HOME, script, *arguments)
     assert done.code in CODES, (arguments, done)
     assert "Traceback" not in done.out + done.err, (arguments, done)
     if done.err.startswith("error: "):
-        lines = done.err.count("\n")  # a word with line ends is given back as it is, or as Python writes it
-        assert done.code == 2 and 1 <= lines <= 1 + "".join(map(str, arguments)).count("\n"), (arguments, done)
+        # a word with line ends is given back as it is, or as Python writes it
+        lines = done.err.count("\n")
+        assert done.code == 2 and 1 <= lines <= 1 + "".join(map(str, arguments)).count("\n"), (
+            arguments,
+            done,
+        )
     assert snapshot(place, writes) == before, arguments
     return done
 
@@ -147,22 +229,46 @@ def test_many_fields(place):
     try_fields(THOROUGH, place)
 
 
-# The other commands, as far as they come without a model, a network or another process: words, flags, last words.
+# The other commands, as far as they come without a model, a network or another process: words,
+# flags, last words.
 OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
     (
         "launch.py",
         ["--dry-run"],
-        ["--nnodes", "--node-rank", "--nproc-per-node", "--master-port", "--max-restarts", "--grace", "--results"],
+        [
+            "--nnodes",
+            "--node-rank",
+            "--nproc-per-node",
+            "--master-port",
+            "--max-restarts",
+            "--grace",
+            "--results",
+        ],
         ["run"],
     ),
     ("launch.py", ["--dry-run"], ["--master-addr"], []),
     (
         "sample.py",
         ["nowhere"],
-        ["--number", "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--prompt-file", "--stop", "--mesh"],
+        [
+            "--number",
+            "--tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--seed",
+            "--prompt-file",
+            "--stop",
+            "--mesh",
+        ],
         [],
     ),
-    ("evaluate.py", ["nowhere"], ["--tokens", "--items", "--hellaswag", "--tasks", "--mesh", "--json", "--data"], []),
+    (
+        "evaluate.py",
+        ["nowhere"],
+        ["--tokens", "--items", "--hellaswag", "--tasks", "--mesh", "--json", "--data"],
+        [],
+    ),
     ("export.py", ["nowhere"], ["--out"], []),
     (
         "plan.py",
@@ -177,7 +283,12 @@ OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
         ["--val-fraction", "--seed", "--end-of-text", "--val-input"],
         [],
     ),
-    ("leaderboard.py", ["race", "stdlib", "stdlib"], ["--rounds", "--steps", "--flags", "--run-dir"], []),
+    (
+        "leaderboard.py",
+        ["race", "stdlib", "stdlib"],
+        ["--rounds", "--steps", "--flags", "--run-dir"],
+        [],
+    ),
     ("leaderboard.py", ["show"], ["--track", "--records"], []),
     ("leaderboard.py", ["verify", "--records", "../records"], [], []),
     ("leaderboard.py", ["compare", "--records", "../records", "stdlib"], [], []),
@@ -194,7 +305,9 @@ def try_others(how: settings, place: Path) -> None:
         script, words, flags, ends = other
         chosen = data.draw(st.lists(st.sampled_from(flags), max_size=2)) if flags else []
         given = [word for flag in chosen for word in (flag, data.draw(numbers | texts))]
-        behaves(place, script, *words, *given, *(ends or ([] if flags else [last])), writes=("out",))
+        behaves(
+            place, script, *words, *given, *(ends or ([] if flags else [last])), writes=("out",)
+        )
         shutil.rmtree(place / HOME / "out", ignore_errors=True)
 
     each()
@@ -209,7 +322,11 @@ def test_many_other_commands(place):
     try_others(THOROUGH, place)
 
 
-LINES = [line for line in (FOLDER / "stdlib.py").read_text().splitlines() if line[:4] == "    " and "=" in line][-21:]
+LINES = [
+    line
+    for line in (FOLDER / "stdlib.py").read_text().splitlines()
+    if line[:4] == "    " and "=" in line
+][-21:]
 PYTHON = [
     "None",
     "0",
@@ -228,12 +345,16 @@ PYTHON = [
 
 
 def try_recipe_files(how: settings, place: Path) -> None:
-    source = (FOLDER / "stdlib.py").read_text().replace("import jax\n", "import sys\nimport jax\n", 1)
+    source = (
+        (FOLDER / "stdlib.py").read_text().replace("import jax\n", "import sys\nimport jax\n", 1)
+    )
 
     @how
     @given(st.sampled_from(LINES), st.sampled_from(PYTHON) | json_values.map(repr))
     def each(line, value):
-        (place / HOME / "mine.py").write_text(source.replace(line, f"{line.partition('=')[0]}={value},"))
+        (place / HOME / "mine.py").write_text(
+            source.replace(line, f"{line.partition('=')[0]}={value},")
+        )
         behaves(place, "speedrun.py", "mine.py", "--show-layout")
         behaves(place, "plan.py", "mine.py", "--no-compile")
 
@@ -276,7 +397,10 @@ GOOD = {
 def try_manifests(how: settings, place: Path) -> None:
     @how
     @given(
-        st.dictionaries(st.sampled_from([*GOOD, "symbols", "pad_id", "other"]), json_values, max_size=3), st.booleans()
+        st.dictionaries(
+            st.sampled_from([*GOOD, "symbols", "pad_id", "other"]), json_values, max_size=3
+        ),
+        st.booleans(),
     )
     def each(changes, verify):
         (place / "shards" / "manifest.json").write_text(json.dumps(GOOD | changes))
@@ -295,7 +419,12 @@ def test_whole_runs(place):
 
     @settings(QUICK, max_examples=30)
     @given(
-        st.lists(flags.filter(lambda flag: flag[0] not in ("--coordinator", "--processes", "--process-id")), max_size=2)
+        st.lists(
+            flags.filter(
+                lambda flag: flag[0] not in ("--coordinator", "--processes", "--process-id")
+            ),
+            max_size=2,
+        )
     )
     def each(chosen):
         words = [word for flag in chosen for word in flag]

@@ -1,4 +1,5 @@
-"""scripts/gpu_day.sh and benches/gpu_day.py: results outlive what happens to a part, and all parts run at toy size."""
+"""scripts/gpu_day.sh and benches/gpu_day.py: results outlive what happens to a part, and all parts
+run at toy size."""
 
 import json
 import os
@@ -37,7 +38,10 @@ def test_a_result_is_found_out_once(gpu_day, tmp_path, capsys):
     gpu_day.Day(tmp_path / "here").result("a", call)
     assert calls == [1] and day.known["a"]["ms"] == 3
     assert lines(tmp_path / "here") == lines(tmp_path / "copy")
-    assert [set(line) for line in lines(tmp_path / "here")] == [{"name", "began"}, {"name", "seconds", "ms"}]
+    assert [set(line) for line in lines(tmp_path / "here")] == [
+        {"name", "began"},
+        {"name", "seconds", "ms"},
+    ]
     assert '"ms": 3' in capsys.readouterr().out
 
 
@@ -51,20 +55,36 @@ def test_what_fails_or_twice_takes_the_process_with_it_is_a_result(gpu_day, tmp_
     killed = "import os, pathlib, sys; from benches.gpu_day import Day\n"
     killed += "Day(pathlib.Path(sys.argv[1])).result('kills', lambda: os._exit(9))"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT / 'python'}"}
-    assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
-    assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", killed, tmp_path], env=environment, timeout=120
+        ).returncode
+        == 9
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", killed, tmp_path], env=environment, timeout=120
+        ).returncode
+        == 9
+    )
     again = gpu_day.Day(tmp_path)
     again.result("kills", dict)
     assert again.known["kills"]["failed"] == "the process ended before it, 2 times"
     said = "\n".join(gpu_day.table(again.known))
-    assert "- fails: ValueError: no such kernel" in said and "- kills: the process ended before it, 2 times" in said
+    assert (
+        "- fails: ValueError: no such kernel" in said
+        and "- kills: the process ended before it, 2 times" in said
+    )
 
 
 def test_a_line_that_was_cut_off_loses_itself_alone(gpu_day, tmp_path):
     (tmp_path / "results.jsonl").write_text('{"name": "a", "seconds": 1.0}\n{"name": "b", "sec')
     day = gpu_day.Day(tmp_path)
     day.result("c", dict)
-    assert set(gpu_day.Day(tmp_path).known) == {"a", "c"} and day.known["a"] == {"name": "a", "seconds": 1.0}
+    assert set(gpu_day.Day(tmp_path).known) == {"a", "c"} and day.known["a"] == {
+        "name": "a",
+        "seconds": 1.0,
+    }
 
 
 def test_a_part_whose_time_is_over_begins_nothing(gpu_day, tmp_path, monkeypatch, capsys):
@@ -77,15 +97,26 @@ def test_a_part_whose_time_is_over_begins_nothing(gpu_day, tmp_path, monkeypatch
 
 def test_predicted_beside_measured(gpu_day):
     shape = [1, 49152, 6, 128]
-    attention = {"seconds": 9.0, "shape": shape, "documents": 192, "longest": 2048, "forward_ms": 1.0, "need_GB": 1.5}
+    attention = {
+        "seconds": 9.0,
+        "shape": shape,
+        "documents": 192,
+        "longest": 2048,
+        "forward_ms": 1.0,
+        "need_GB": 1.5,
+    }
     known = {
-        "environment": {"seconds": 1.0, "device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "date": "2026-12-01"},
+        "environment": {"seconds": 1.0, "device": "NVIDIA H100", "versions": {"jax": "0.11.2"},
+        "date": "2026-12-01"},
         "attention cudnn as r92": attention | {"both_ms": 4.0},
-        "attention cudnn_lanes as r92": attention | {"both_ms": 4.0 + 3 * 192 * 6 * (384 - 16) / 132 / 1e3},
-        "stage r29": {"seconds": 60.0, "step_ms_in_a_row": 100.0, "memory_needed": 33e9, "fp8_calls": 3,
+        "attention cudnn_lanes as r92": attention | {"both_ms": 4.0 + 3 * 192 * 6 * (384 - 16) /
+        132 / 1e3},
+        "stage r29": {"seconds": 60.0, "step_ms_in_a_row": 100.0, "memory_needed": 33e9,
+        "fp8_calls": 3,
                       "attention": "cudnn", "predicted_ms": {"matmul": 40.0, "fusion": 10.0},
                       "measured_ms": {"matmul": 50.0, "idle": 2.0}},
-        "run r29": {"seconds": 200.0, "status": "stopped", "steps": 40, "timed_seconds": 4.0, "compile_seconds": 50.0,
+        "run r29": {"seconds": 200.0, "status": "stopped", "steps": 40, "timed_seconds": 4.0,
+        "compile_seconds": 50.0,
                     "val_loss": 7.0},
         "began": {"began": True},
     }  # fmt: skip
@@ -123,7 +154,9 @@ def day(tmp_path: Path) -> Path:
 
 
 def script(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ""} | more
+    environment = (
+        os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ""} | more
+    )
     words = [str(ROOT / "scripts" / "gpu_day.sh"), *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment)
 
@@ -143,16 +176,25 @@ def test_wrong_input_is_one_sentence(arguments, environment, said, day):
 
 @pytest.mark.slow
 def test_the_parts_at_toy_size(day, tmp_path):
-    """But for stages and own, which compile record 89 and jspeed2: minutes (`GPU_DAY=toy scripts/gpu_day.sh`)."""
+    """But for stages and own, which compile record 89 and jspeed2: minutes (`GPU_DAY=toy
+    scripts/gpu_day.sh`)."""
     toy = {"GPU_DAY": "toy", "DAY": str(day), "OUT": str(tmp_path / "out")}
     for part in ("probe", "product"):
         done = script(part, **toy)
         assert done.returncode == 0, done.stderr
     found = {line["name"]: line for line in lines(day)}
     assert lines(tmp_path / "out") == lines(day)
-    failed = [name for name, one in found.items() if one.get("failed") or one.get("wrong") or "seconds" not in one]
-    assert failed == [f"preflight own kernel {kernel}" for kernel in sorted(OWN_KERNELS)]  # which need a GPU
-    assert found["attention xla as jspeed3"]["both_ms"] > 0 and found["attention xla as jspeed3"]["near"] == 5
+    failed = [
+        name
+        for name, one in found.items()
+        if one.get("failed") or one.get("wrong") or "seconds" not in one
+    ]
+    # which need a GPU
+    assert failed == [f"preflight own kernel {kernel}" for kernel in sorted(OWN_KERNELS)]
+    assert (
+        found["attention xla as jspeed3"]["both_ms"] > 0
+        and found["attention xla as jspeed3"]["near"] == 5
+    )
     assert found["run r29"]["status"] == "stopped"
     assert found["run stdlib"]["steps"] == 6 and all(found["run r29"]["probes"].values())
     again = script("probe", **toy)

@@ -16,14 +16,19 @@ def fill(folder):
 def test_what_another_process_made_is_not_taken_for_ours(tmp_path):
     """Neither folder has a manifest, as of two exports; without a comparison none is equal."""
     out = tmp_path / "new" / "out"
-    with pytest.raises(BadInput, match="was filled by something else"), atomic_folder(out) as folder:
+    with (
+        pytest.raises(BadInput, match="was filled by something else"),
+        atomic_folder(out) as folder,
+    ):
         (folder / "file").write_text("ours")
         fill(out)
     assert os.listdir(out.parent) == ["out"] and os.listdir(out) == ["other"]
 
 
 def test_an_equal_folder_of_another_process_stands(tmp_path):
-    with atomic_folder(tmp_path / "out", lambda ours, theirs: ours.is_dir() and theirs == tmp_path / "out"):
+    with atomic_folder(
+        tmp_path / "out", lambda ours, theirs: ours.is_dir() and theirs == tmp_path / "out"
+    ):
         fill(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
 

@@ -1,4 +1,5 @@
-"""Package lists that the docs install on other machines: each alone suffices for a training process."""
+"""Package lists that the docs install on other machines: each alone suffices for a training
+process."""
 
 import ast
 import re
@@ -21,8 +22,14 @@ from .minimal_venv import closure, minimal_venv, variables
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "jspeed"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/*.ipynb")]
-# Asked for by a flag, and a missing one is answered with what to install: `jspeed doctor` has the same list.
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("benchmarks/*.md"),
+    *ROOT.glob("examples/*.ipynb"),
+]
+# Asked for by a flag, and a missing one is answered with what to install: `jspeed doctor` has the
+# same list.
 ASKED_FOR = {"pyarrow", "tokenizers", "lm_eval", "tensorboard", "wandb", "fa4_jax"}
 
 
@@ -31,7 +38,10 @@ def of_skyward(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (code,) = re.findall(r"^```python\n(.*?)^```", section("Skyward"), re.MULTILINE | re.DOTALL)
     images = []
     fake = types.ModuleType("skyward")
-    fake.function, fake.Image = lambda **_: lambda train: train, lambda **image: images.append(image)
+    fake.function, fake.Image = (
+        lambda **_: lambda train: train,
+        lambda **image: images.append(image),
+    )
     monkeypatch.setitem(sys.modules, "skyward", fake)
     monkeypatch.chdir(ROOT)
     exec(compile(code, "cloud.py", "exec"), {"__name__": "cloud"})
@@ -53,9 +63,14 @@ def section(heading: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, in functions too, but for those that only a type checker reads."""
+    """The modules that a file imports, in functions too, but for those that only a type checker
+    reads."""
     tree = ast.parse(path.read_text())
-    unread = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    unread = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
     skipped = {id(inner) for node in unread for inner in ast.walk(node)}
     found = set()
     for node in ast.walk(tree):
@@ -70,7 +85,8 @@ def imports(path: Path) -> set[str]:
 
 
 def needed() -> list[str]:
-    """The modules that a training process may import, of jspeed and of others, from its commands on."""
+    """The modules that a training process may import, of jspeed and of others, from its commands
+    on."""
     todo = ["jspeed.commands.main", "jspeed.commands.run", "jspeed.commands.launch"]
     todo += [f"jspeed.recipes.{name.replace('-', '_')}" for name in known_recipes()]
     own: set[str] = set()
@@ -81,7 +97,10 @@ def needed() -> list[str]:
             others |= {name} - sys.stdlib_module_names
             continue
         path = PACKAGE.joinpath(*name.split(".")[1:])
-        file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+        file = next(
+            (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()),
+            None,
+        )
         if file and name not in own:
             own.add(name)
             todo += imports(file)
@@ -108,24 +127,38 @@ def test_every_list_is_enough(monkeypatch, tmp_path):
     for number, packages in enumerate(made.values()):
         python = minimal_venv(tmp_path / str(number), packages)
         command = [python, "-c", textwrap.dedent(IMPORT_ALL), *needed()]
-        done = subprocess.run(command, env=variables(ROOT / "python"), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=variables(ROOT / "python"), capture_output=True, text=True, timeout=300
+        )
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_a_list_without_a_package_is_not_enough(tmp_path):
-    """The page's list as it once was: no other package brings safetensors along, and the environment shows it."""
+    """The page's list as it once was: no other package brings safetensors along, and the
+    environment shows it."""
     short = [text for text in PROJECT["dependencies"] if not text.startswith("safetensors")]
-    command = [minimal_venv(tmp_path / "venv", short), "-c", "import numpy; import safetensors.numpy"]
+    command = [
+        minimal_venv(tmp_path / "venv", short),
+        "-c",
+        "import numpy; import safetensors.numpy",
+    ]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'safetensors'\n")
+    assert done.returncode == 1 and done.stderr.endswith(
+        "ModuleNotFoundError: No module named 'safetensors'\n"
+    )
 
 
 def test_every_package_that_is_imported_is_declared():
-    """By name, not only by another that requires it: tqdm, which huggingface_hub brings, once was not."""
-    rows = [*PROJECT["dependencies"], *(row for rows in PROJECT["optional-dependencies"].values() for row in rows)]
+    """By name, not only by another that requires it: tqdm, which huggingface_hub brings, once was
+    not."""
+    rows = [
+        *PROJECT["dependencies"],
+        *(row for rows in PROJECT["optional-dependencies"].values() for row in rows),
+    ]
     declared = {canonicalize_name(Requirement(row).name) for row in rows}
     declared |= {"markupsafe"}  # jinja2's own type of text that is safe
-    declared |= {"cudnn"}  # nvidia-cudnn-frontend, by plan/cudnn/worker.py, which runs where make test-cudnn put it
+    # nvidia-cudnn-frontend, by plan/cudnn/worker.py, which runs where make test-cudnn put it
+    declared |= {"cudnn"}
     names = {name for file in PACKAGE.rglob("*.py") for name in imports(file)}
     tops = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"jspeed", "benches"}
     whose = packages_distributions()

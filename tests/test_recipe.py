@@ -23,7 +23,10 @@ from .toys import ALIKE, TOYS, matmul_parameters
 
 
 # Those alike to r89 or nanogpt are it to the letter, evaluation included.
-@pytest.fixture(scope="module", params=[name for name in known_recipes() if ALIKE.get(name) not in ("r89", "nanogpt")])
+@pytest.fixture(
+    scope="module",
+    params=[name for name in known_recipes() if ALIKE.get(name) not in ("r89", "nanogpt")],
+)
 def recipe(request):
     return find(request.param, TOYS[request.param]).recipe
 
@@ -31,26 +34,36 @@ def recipe(request):
 def test_count_equals_the_arrays(recipe):
     arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
     padding = sum(spec.padding * np.prod(spec.shape[1:]) for _, spec in r.leaves(recipe.parameters))
-    assert sizes.parameter_count(recipe.parameters) + padding == sum(a.size for a in jax.tree.leaves(arrays))
+    assert sizes.parameter_count(recipe.parameters) + padding == sum(
+        a.size for a in jax.tree.leaves(arrays)
+    )
 
 
 def test_stdlib_numbers_by_hand():
-    found = find("stdlib", ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272", "LANE_LEN=128"])
+    found = find(
+        "stdlib", ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272", "LANE_LEN=128"]
+    )
     recipe = found.recipe
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
     assert sizes.parameter_count(recipe.parameters) == blocks + 2 * 272 * 64
     assert matmul_parameters(recipe.parameters) == blocks + 272 * 64
     keys = sum(range(1, 129)) / 128
-    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
+    assert (
+        sizes.flops_per_token(recipe, recipe.stages[0])
+        == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
+    )
 
 
 def test_total_and_active_parameters_by_hand():
     small = ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272"]
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
-    counts = lambda name, *more: count_parameters(sizes.parameter_table(find(name, [*small, *more]).recipe))  # noqa: E731
-    assert counts("stdlib") == (blocks + 2 * 272 * 64, blocks + 64 + 272 * 64), (
-        "a row of the embedding, all of the head"
+    counts = lambda name, *more: count_parameters(
+        sizes.parameter_table(find(name, [*small, *more]).recipe)
     )
+    assert counts("stdlib") == (
+        blocks + 2 * 272 * 64,
+        blocks + 64 + 272 * 64,
+    ), "a row of the embedding, all of the head"
     total, active = counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3)")
     assert (total, active) == (blocks + 2 * 272 * 64 + 512 * 64, blocks + 64 + 272 * 64 + 2 * 64)
     assert counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3,4)") == (total, active + 64)
@@ -61,13 +74,17 @@ def test_every_recipe_reads_its_tables_and_counts_what_it_stores(recipe):
     assert count_parameters(table)[0] == sizes.parameter_count(recipe.parameters)
     for path, spec in r.leaves(recipe.parameters):
         if "row" in spec.axes:
-            assert table[path]["reads"] == spec.lookups if spec.lookups else table[path]["reads"] >= 1
+            assert (
+                table[path]["reads"] == spec.lookups if spec.lookups else table[path]["reads"] >= 1
+            )
 
 
 def test_a_table_that_is_cast_before_its_rows_are_fetched_is_known_by_its_shape():
     found = find("shakespeare-char", TOYS["shakespeare-char"]).recipe
-    cast = lambda p, t, ctx: found.forward(p | {"ngrams": p["ngrams"].astype(jnp.bfloat16)}, t, ctx)  # noqa: E731
-    assert sizes.parameter_table(dataclasses.replace(found, forward=cast)) == sizes.parameter_table(found)
+    cast = lambda p, t, ctx: found.forward(p | {"ngrams": p["ngrams"].astype(jnp.bfloat16)}, t, ctx)
+    assert sizes.parameter_table(dataclasses.replace(found, forward=cast)) == sizes.parameter_table(
+        found
+    )
 
 
 def test_mean_context_by_counting():
@@ -92,7 +109,8 @@ def test_same_seed_same_arrays_and_layers_differ():
 
 
 def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
-    """Radford et al.: 0.02, and what adds to the residual stream 1 / sqrt(2 layers) of it; no two layers are equal."""
+    """Radford et al.: 0.02, and what adds to the residual stream 1 / sqrt(2 layers) of it; no two
+    layers are equal."""
     parameters = find("llmc", [*TOYS["llmc"], "LAYERS=8"], trace=False).recipe.parameters
     drawn = jax.jit(lambda: r.init_parameters(parameters, jax.random.key(0)))()
     spread = {"embed": 0.02, "qkv": 0.02, "up": 0.02, "out": 0.005, "down": 0.005}
@@ -100,12 +118,15 @@ def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
         assert float(jnp.std(drawn[name])) == pytest.approx(std, rel=0.05), name
         layers = np.asarray(drawn[name]).reshape(8, -1)
         assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.15
-    assert {float(jnp.std(drawn[name])) for name in drawn.keys() - spread.keys() - {"positions"}} == {0.0}
+    assert {
+        float(jnp.std(drawn[name])) for name in drawn.keys() - spread.keys() - {"positions"}
+    } == {0.0}
 
 
 @pytest.mark.parametrize("name", known_recipes())
 def test_fields_come_back_from_json(name):
-    """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with them as --set."""
+    """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with
+    them as --set."""
     found = find(name, trace=False)
     fields = as_json(found.fields)
     assert recipe_hash(found.source, fields) == found.hash
@@ -120,23 +141,32 @@ def test_every_track_that_a_recipe_names_has_rules():
 
 
 def test_reading_a_recipe_starts_no_backend():
-    """Processes join, and CPU devices are asked for, after the recipe has been read and before JAX has any device."""
+    """Processes join, and CPU devices are asked for, after the recipe has been read and before JAX
+    has any device."""
     lines = "from jax._src import xla_bridge; from jspeed.run.find_recipe import find"
     lines += "; from jspeed.recipe_names import known_recipes"
-    lines += "; [find(name, trace=False).recipe.optimizer() for name in known_recipes()]; print(xla_bridge._backends)"
+    lines += (
+        "; [find(name, trace=False).recipe.optimizer() for name in known_recipes()];"
+        " print(xla_bridge._backends)"
+    )
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.stdout == "{}\n", done.stderr
 
 
 # jspeed2 by its numbers: tests/recipes/test_jspeed2.py.
-@pytest.mark.parametrize(("name", "other"), [pair for pair in ALIKE.items() if pair[0] != "jspeed2"])
+@pytest.mark.parametrize(
+    ("name", "other"), [pair for pair in ALIKE.items() if pair[0] != "jspeed2"]
+)
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
     begin, end, their_end = {
         "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
         "nanogpt-cpu": ("MLP_WIDTH = ", "RECIPE = ", "RECIPE = "),
     }.get(name, ("def hidden(", "def falling(", "def falling("))
-    assert ours[ours.index(begin) : ours.index(end)] == theirs[theirs.index(begin) : theirs.index(their_end)]
+    assert (
+        ours[ours.index(begin) : ours.index(end)]
+        == theirs[theirs.index(begin) : theirs.index(their_end)]
+    )
 
 
 def noisy(recipe):
@@ -146,7 +176,9 @@ def noisy(recipe):
 
 def context(recipe, length):
     """A stage of the recipe's last windows and ``length`` tokens."""
-    stage = dataclasses.replace(recipe.stages[-1], steps=1, lane_len=length, max_doc_len=None, max_docs=length)
+    stage = dataclasses.replace(
+        recipe.stages[-1], steps=1, lane_len=length, max_doc_len=None, max_docs=length
+    )
     return r.Context(stage, training=False)
 
 
@@ -154,21 +186,30 @@ def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
     ctx = context(recipe, 16)
-    loss_BT = jax.jit(lambda p, t: recipe.loss(p, t[:, :-1], t[:, 1:], jnp.ones((2, 16)), ctx)[1])(params, tokens)
+    loss_BT = jax.jit(lambda p, t: recipe.loss(p, t[:, :-1], t[:, 1:], jnp.ones((2, 16)), ctx)[1])(
+        params, tokens
+    )
     vocabulary = params["embed"].shape[0]
     if not np.any(params.get("head", 1)):
         np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
     else:
         # microgpt's head starts larger: 3.67 with 28 ids, where log(28) is 3.33.
-        assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=0.5 if "head" in params else 0.1)
+        assert float(loss_BT.mean()) == pytest.approx(
+            np.log(vocabulary), abs=0.5 if "head" in params else 0.1
+        )
 
 
 def test_no_position_sees_the_future_by_gradient(recipe):
-    """Every position gets rows of its own in the tables that are looked up; the gradient is then by position."""
+    """Every position gets rows of its own in the tables that are looked up; the gradient is then by
+    position."""
     length = 16
     params, ctx, t = noisy(recipe), context(recipe, length), length * 5 // 8
     inputs = jax.random.randint(jax.random.key(1), (2, length), 6, 257)
-    axes = {path: spec.axes.index("token") for path, spec in r.leaves(recipe.parameters) if "token" in spec.axes}
+    axes = {
+        path: spec.axes.index("token")
+        for path, spec in r.leaves(recipe.parameters)
+        if "token" in spec.axes
+    }
     axes["embed"] = 0
 
     def picked(shift):
@@ -180,7 +221,9 @@ def test_no_position_sees_the_future_by_gradient(recipe):
         ids = inputs.at[0].set(params["embed"].shape[0] + jnp.arange(length))
         return recipe.forward({**params, **tables}, ids, ctx)[0, t, 3]
 
-    by_position = np.abs(jax.jit(jax.grad(picked))(jnp.zeros((length, params["embed"].shape[1])))).max(-1)
+    by_position = np.abs(
+        jax.jit(jax.grad(picked))(jnp.zeros((length, params["embed"].shape[1])))
+    ).max(-1)
     assert np.all(by_position[t + 1 :] == 0) and by_position[t] > 0 and by_position[t - 1] > 0
 
 
@@ -208,9 +251,12 @@ def test_scaled_queries_and_keys_change_no_logit():
         assert moved <= most if most else moved > 1e-2, (name, moved)
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("stdlib", ("query", "key", "value")), ("llmc", ("qkv",))])
+@pytest.mark.parametrize(
+    ("name", "inputs"), [("stdlib", ("query", "key", "value")), ("llmc", ("qkv",))]
+)
 def test_a_head_is_a_run_of_columns(name, inputs):
-    """Split to (B, T, H, K), so that devices share whole heads: without its rows of "out", nothing is left of a head.
+    """Split to (B, T, H, K), so that devices share whole heads: without its rows of "out", nothing
+    is left of a head.
 
     The other split, to (B, H, T, K), takes a head's numbers from the columns of all.
     """
@@ -227,7 +273,9 @@ def test_a_head_is_a_run_of_columns(name, inputs):
     plain = forward(params)
     for bank in inputs:
         columns = params[bank].shape[-1] // 2
-        first, second = (params[bank].at[..., part].add(0.3) for part in (np.s_[:columns], np.s_[columns:]))
+        first, second = (
+            params[bank].at[..., part].add(0.3) for part in (np.s_[:columns], np.s_[columns:])
+        )
         np.testing.assert_array_equal(forward(params | {bank: second}), plain)
         assert float(jnp.max(jnp.abs(forward(params | {bank: first}) - plain))) > 1e-3, bank
 
@@ -247,7 +295,8 @@ def test_a_document_does_not_see_another(name):
 @pytest.mark.parametrize("looks_back", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["r62", "r89"])
 def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
-    """As the records have it: smear and bigram read the last token before the border, keys that look back its state."""
+    """As the records have it: smear and bigram read the last token before the border, keys that
+    look back its state."""
     layers = "LONG_LAYERS=(1,)" if looks_back else "LONG_LAYERS=()"
     recipe = find(name, [*TOYS[name], layers]).recipe
     params, ctx = noisy(recipe), context(recipe, 16)
@@ -283,13 +332,18 @@ def test_stacks_of_two_lengths_do_not_run_fewer_layers():
 
 
 def test_a_dtype_that_does_not_exist_is_an_error_message():
-    with pytest.raises(BadInput, match="recipe nanogpt: parameter .* has compute dtype 'bf16'; expected a dtype such"):
+    with pytest.raises(
+        BadInput,
+        match="recipe nanogpt: parameter .* has compute dtype 'bf16'; expected a dtype such",
+    ):
         find("nanogpt", [*TOYS["nanogpt"], "COMPUTE=bf16"])
 
 
 def test_flops_of_stages_are_summed():
     """FLOPs/token are those of the last stage, so tokens x FLOPs/token is another number."""
-    formulas = {name: formula for name, formula, _ in sizes.describe(find("r21", trace=False).recipe)}
+    formulas = {
+        name: formula for name, formula, _ in sizes.describe(find("r21", trace=False).recipe)
+    }
     assert formulas["FLOPs"] == "sum over stages of tokens x FLOPs/token"
     assert formulas["FLOPs/token"].endswith("in the last stage")
 
@@ -321,11 +375,17 @@ def test_flops_of_stages_are_summed():
         ({"data": r.Data("x", 2**31, 256)}, "data.vocab_size is 2147483648"),
         ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
         ({"data": r.Data("x", 257, 256, windows="all")}, "data.windows is 'all'"),
-        ({"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)}, "windows='random' starts lanes at any"),
+        (
+            {"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)},
+            "windows='random' starts lanes at any",
+        ),
         ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
         ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),
         ({"stages": (r.Stage(steps=0, lane_len=128),)}, r"stages\[0\].steps is 0"),
-        ({"eval_len": 512, "eval_tokens": 100}, "eval_tokens is 100, less than one row of eval_len=512"),
+        (
+            {"eval_len": 512, "eval_tokens": 100},
+            "eval_tokens is 100, less than one row of eval_len=512",
+        ),
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),
@@ -333,7 +393,10 @@ def test_flops_of_stages_are_summed():
             {"stages": (r.Stage(steps=1, lane_len=128, windows=(9, 129, 9, 9)),)},
             "window of 129 tokens but a lane has 128",
         ),
-        ({"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)}, "cuts documents at 200 tokens but a lane"),
+        (
+            {"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)},
+            "cuts documents at 200 tokens but a lane",
+        ),
         (
             {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
             "names 1 axes",
@@ -341,13 +404,19 @@ def test_flops_of_stages_are_summed():
         ({"eval_windows": (3,)}, "eval_windows lists 1 attention windows for 4 layers"),
         ({"data": r.Data("x", 257, 4000)}, "data.bos_id is 4000, but ids are below vocab_size=257"),
         ({"parameters": {"w": spec((2, 2), ("model", "model"))}}, "names 1 axes"),
-        ({"parameters": {"w": spec((2,), ("model",), compute="bf16")}}, "parameter w has compute dtype 'bf16'"),
+        (
+            {"parameters": {"w": spec((2,), ("model",), compute="bf16")}},
+            "parameter w has compute dtype 'bf16'",
+        ),
         (
             {"parameters": {"w": spec((2,), ("model",), dtype="int32")}},
             "parameter w has dtype 'int32'; expected a dtype",
         ),
         *(
-            ({"parameters": {"w": spec((rows, 2), ("layer", "model"), padding=padding)}}, f"w stacks {rows} entries")
+            (
+                {"parameters": {"w": spec((rows, 2), ("layer", "model"), padding=padding)}},
+                f"w stacks {rows} entries",
+            )
             for rows, padding in ((5, 0), (6, 0), (2, 0), (0, 0), (8, 4))
         ),
     ],

@@ -1,4 +1,5 @@
-"""sharding.py says of a function of one's own what its devices do twice, exchange, hold in copies and get wrong."""
+"""sharding.py says of a function of one's own what its devices do twice, exchange, hold in copies
+and get wrong."""
 
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,13 @@ def struct(mesh, shape, spec):
     ("x_spec", "w_spec", "factor", "exchanged", "names"),
     [
         (P("data"), P(None, "model"), 1.0, set(), set()),
-        (P("model"), P(None, "model"), 4.0, {("all-gather", ("data",), 8192)}, {"axis-used-twice", "idle-axis"}),
+        (
+            P("model"),
+            P(None, "model"),
+            4.0,
+            {("all-gather", ("data",), 8192)},
+            {"axis-used-twice", "idle-axis"},
+        ),
         (P("data"), P(), 2.0, set(), {"idle-axis"}),
         (P(), P(), 8.0, set(), {"idle-axis"}),
         (P(BOTH), P(), 1.0, set(), set()),
@@ -47,14 +54,23 @@ def struct(mesh, shape, spec):
     ],
 )
 def test_work_that_devices_repeat(mesh, x_spec, w_spec, factor, exchanged, names):
-    found = check(product, struct(mesh, (16, 8, 32), x_spec), struct(mesh, (32, 64), w_spec), data="x")
+    found = check(
+        product, struct(mesh, (16, 8, 32), x_spec), struct(mesh, (32, 64), w_spec), data="x"
+    )
     assert found.factor == pytest.approx(factor, abs=0.05) and found.devices == 8
     [row] = found.matmuls
-    assert row["redundancy"] == pytest.approx(factor, abs=0.05) and row["source"].endswith("/" + LINE)
+    assert row["redundancy"] == pytest.approx(factor, abs=0.05) and row["source"].endswith(
+        "/" + LINE
+    )
     moved = {(one.kind, one.along, one.bytes) for one in found.collectives}
     assert {one for one in moved if one[0] != "collective-permute"} == exchanged
-    assert {one.name for one in found.findings} == names | set(["redundant-matmul"] * (factor > 1.5))
-    assert f"8 devices, data=4, model=2: matmuls take {factor:.2f} times the FLOPs they need" in str(found)
+    assert {one.name for one in found.findings} == names | set(
+        ["redundant-matmul"] * (factor > 1.5)
+    )
+    assert (
+        f"8 devices, data=4, model=2: matmuls take {factor:.2f} times the FLOPs they need"
+        in str(found)
+    )
 
 
 def loss(params, x, y):
@@ -83,12 +99,17 @@ def test_a_training_step(mesh, up, down, rows, kept, kinds):
     assert found.factor == pytest.approx(1, abs=0.05)
     assert [one.name for one in found.arguments] == ["params/down", "params/up", "x", "y"]
     assert sum(one.bytes for one in found.arguments[:2]) == kept
-    assert {one.kind for one in found.collectives} <= kinds and "all-reduce" in {one.kind for one in found.collectives}
-    moved = {one.along: one.bytes * one.runs for one in found.collectives if one.kind == "all-reduce"}
+    assert {one.kind for one in found.collectives} <= kinds and "all-reduce" in {
+        one.kind for one in found.collectives
+    }
+    moved = {
+        one.along: one.bytes * one.runs for one in found.collectives if one.kind == "all-reduce"
+    }
     if "all-gather" in kinds:  # of whole parameters; XLA for CPUs sums whole gradients, too
         assert {one.bytes for one in found.collectives if one.kind == "all-gather"} >= {65_536}
         assert {one.name for one in found.findings} == {"fsdp"}
-    elif up:  # of activations, 16 rows x 64, and of the parts of gradients; 4 bytes more for the loss
+    # of activations, 16 rows x 64, and of the parts of gradients; 4 bytes more for the loss
+    elif up:
         assert moved == {("model",): 4_096, ("data",): 65_540} and not found.findings
     else:
         assert moved == {BOTH: 131_076} and not found.findings
@@ -102,7 +123,9 @@ def manual(mesh, reduce, cut=None, along=("data",)):
         grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         return w - 0.1 * (jax.lax.pmean(grad, along) if reduce else grad)
 
-    return jax.shard_map(update, mesh=mesh, in_specs=(P(cut), P(along)), out_specs=P(cut), check_vma=False)
+    return jax.shard_map(
+        update, mesh=mesh, in_specs=(P(cut), P(along)), out_specs=P(cut), check_vma=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +162,10 @@ def test_explicit_axes_are_in_the_types():
 
 def test_copies_that_differ(mesh):
     sharding = NamedSharding(mesh, P(None, "model"))
-    parts = [jnp.full((32, 32), 1 + 1e-3 * (device.id == 3), device=device) for device in mesh.devices.flat]
+    parts = [
+        jnp.full((32, 32), 1 + 1e-3 * (device.id == 3), device=device)
+        for device in mesh.devices.flat
+    ]
     w = jax.make_array_from_single_device_arrays((32, 64), sharding, parts)
     [found] = check(product, struct(mesh, (16, 8, 32), P("data")), w).findings
     assert found.name == "copies-differ" and found.value == pytest.approx(1e-3, rel=1e-3)
@@ -147,7 +173,8 @@ def test_copies_that_differ(mesh):
 
 
 def test_what_is_left_out_of_a_program(mesh):
-    """Arguments that it does not read, static ones, results that are none, a convolution's FLOPs."""
+    """Arguments that it does not read, static ones, results that are none, a convolution's
+    FLOPs."""
 
     def convolved(x, unused, times, kernel, w):
         rows = jax.lax.conv(x, kernel, (1, 1), "SAME").reshape(8, -1)
@@ -157,11 +184,20 @@ def test_what_is_left_out_of_a_program(mesh):
     w = struct(mesh, (256, 8), P())
     found = check(jax.jit(convolved, static_argnums=2), x, {"a": None, "b": w}, 2, kernel, w)
     assert found.factor == 1 and len(found.results) == 1
-    assert [one.name for one in found.arguments] == ["argument 0", "argument 1/b", "argument 2", "argument 3"]
+    assert [one.name for one in found.arguments] == [
+        "argument 0",
+        "argument 1/b",
+        "argument 2",
+        "argument 3",
+    ]
     assert [one.sharding is None for one in found.arguments] == [False, True, False, False]
     assert "not used" in str(found)
     alone = check(lambda x: x + 1, 1.0)
-    assert alone.factor is None and str(alone).startswith("1 device: no matmuls\n") and not alone.collectives
+    assert (
+        alone.factor is None
+        and str(alone).startswith("1 device: no matmuls\n")
+        and not alone.collectives
+    )
 
 
 def test_what_cannot_be_meant(mesh):
@@ -215,5 +251,8 @@ def test_what_the_documentation_shows(capsys):
     assert there in code
     exec(compile(code.replace(there, "\n"), "mine.py", "exec"), {})
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    shown = [line[4:] for line in rest.partition("prints\n")[2].partition("\nand between")[0].splitlines()]
+    shown = [
+        line[4:]
+        for line in rest.partition("prints\n")[2].partition("\nand between")[0].splitlines()
+    ]
     assert {line for line in shown if line not in ("", "...")} <= set(printed)

@@ -1,4 +1,5 @@
-"""scripts/speedrun.py as a user runs it: whole runs at toy size, their files, and every bad input."""
+"""scripts/speedrun.py as a user runs it: whole runs at toy size, their files, and every bad
+input."""
 
 import hashlib
 import json
@@ -48,7 +49,12 @@ def speedrun(cache: Path, tmp_path: Path):
             "COLUMNS": "200",
         }
         start = options.pop("start", False)
-        settings = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE} | options
+        settings = {
+            "cwd": tmp_path,
+            "env": environment,
+            "text": True,
+            "stdout": subprocess.PIPE,
+        } | options
         if start:
             return subprocess.Popen(command, stderr=subprocess.PIPE, **settings)
         return subprocess.run(command, stderr=subprocess.PIPE, timeout=900, **settings)
@@ -56,7 +62,9 @@ def speedrun(cache: Path, tmp_path: Path):
     return call
 
 
-def write_shard(path: Path, tokens: np.ndarray, magic=20240520, version=1, count=None, extra=b"") -> None:
+def write_shard(
+    path: Path, tokens: np.ndarray, magic=20240520, version=1, count=None, extra=b""
+) -> None:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +90,15 @@ def read(run_dir: Path) -> dict:
 
 def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp_path):
     run_dir = tmp_path / "run"
-    done = speedrun("--data", shards, "--run-dir", run_dir, "--target-loss", "2.9", *toy("STEPS=30", "EVAL_EVERY=10"))
+    done = speedrun(
+        "--data",
+        shards,
+        "--run-dir",
+        run_dir,
+        "--target-loss",
+        "2.9",
+        *toy("STEPS=30", "EVAL_EVERY=10"),
+    )
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["reached"] and run["status"] == "finished" and run["val_loss"] <= 2.9
@@ -93,7 +109,11 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert run["curve"][-1]["val_loss"] == run["val_loss"]
     assert all(probe["passed"] for probe in run["probes"].values()) and "causality" in run["probes"]
     warm_up = run["probes"]["warm_up_leaves_state"]
-    assert (warm_up["state"], warm_up["untimed_steps"], warm_up["on"]) == (run["initial_state"], 2, "zeros")
+    assert (warm_up["state"], warm_up["untimed_steps"], warm_up["on"]) == (
+        run["initial_state"],
+        2,
+        "zeros",
+    )
     timed = sum(section["seconds"] for section in run["ledger"] if section["timed"])
     assert timed == pytest.approx(run["timed_seconds"], rel=1e-3)
     assert sum(s["name"] == "evaluation" for s in run["ledger"]) == 3
@@ -133,12 +153,19 @@ def gpt2_like_shards(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
-    """jspeed3 has all of r21's to r92's: its embedding is its head, and does not start at zero; its rates are made for
-    more steps; its tables are updated row by row, and averages take its weights' place; from the start it copies; and
-    it is told what followed a context before.
+    """jspeed3 has all of r21's to r92's: its embedding is its head, and does not start at zero; its
+    rates are made for more steps; its tables are updated row by row, and averages take its weights'
+    place; from the start it copies; and it is told what followed a context before.
     """
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
-    sets = [*TOYS["jspeed3"], "RETRIEVAL=(2,4)", "FP8=on", "STEPS=(8,16)", "COMPUTE=bfloat16", "EVAL_EVERY=12"]
+    sets = [
+        *TOYS["jspeed3"],
+        "RETRIEVAL=(2,4)",
+        "FP8=on",
+        "STEPS=(8,16)",
+        "COMPUTE=bfloat16",
+        "EVAL_EVERY=12",
+    ]
     flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
     done = speedrun("jspeed3", "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
     assert done.returncode == 0, done.stderr
@@ -156,14 +183,30 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
 def test_more_documents_than_attention_has_room_for(refused, tmp_path):
     folder = gpt2_like_shards(tmp_path / "shards")
     sets = [*TOYS["r21"], "MAX_DOCS=1", "LANE_LEN=64", "EVAL_LEN=320"]
-    refused(["a validation row of 320 tokens holds", "room for 5"], "r21", "--data", folder, "--set", *sets)
+    refused(
+        ["a validation row of 320 tokens holds", "room for 5"],
+        "r21",
+        "--data",
+        folder,
+        "--set",
+        *sets,
+    )
 
 
 @pytest.mark.slow
 def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
     def losses(name: str, *arguments: str) -> list[float]:
         run_dir = tmp_path / name
-        words = ["--data", shards, "--run-dir", run_dir, "--steps", 10, *arguments, *toy("EVAL_EVERY=50")]
+        words = [
+            "--data",
+            shards,
+            "--run-dir",
+            run_dir,
+            "--steps",
+            10,
+            *arguments,
+            *toy("EVAL_EVERY=50"),
+        ]
         done = speedrun(*words, compiled=SAME_BITS)
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -176,14 +219,22 @@ def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(speedrun, shards, tmp_path):
-    missed = speedrun("--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2"))
+def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(
+    speedrun, shards, tmp_path
+):
+    missed = speedrun(
+        "--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2")
+    )
     assert missed.returncode == 1 and not read(tmp_path / "a")["reached"]
     short = speedrun("--data", shards, "--run-dir", tmp_path / "b", "--steps", "2", *toy("STEPS=9"))
     assert short.returncode == 0 and read(tmp_path / "b")["status"] == "stopped"
-    refused = speedrun("add", tmp_path / "b", "--records", tmp_path / "records", script="leaderboard.py")
+    refused = speedrun(
+        "add", tmp_path / "b", "--records", tmp_path / "records", script="leaderboard.py"
+    )
     assert refused.returncode == 2 and not (tmp_path / "records").exists()
-    late = speedrun("--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900"))
+    late = speedrun(
+        "--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900")
+    )
     assert late.returncode == 1 and read(tmp_path / "c")["status"] == "stopped"
 
 
@@ -206,7 +257,9 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
 @pytest.mark.slow
 def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_path):
     # The first shard is read before the run starts.
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(np.uint16)
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(
+        np.uint16
+    )
     text[-1000:] = 300
     write_shard(shards / "toy_train_000002.bin", text)
     run_dir = tmp_path / "run"
@@ -218,14 +271,26 @@ def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
-    done = speedrun("--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"))
+    done = speedrun(
+        "--data",
+        shards,
+        "--run-dir",
+        tmp_path / "r",
+        *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"),
+    )
     run = read(tmp_path / "r")
-    assert done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None and run["steps"] < 50
+    assert (
+        done.returncode == 1
+        and run["status"] == "diverged"
+        and run["val_loss"] is None
+        and run["steps"] < 50
+    )
 
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch, capfd):
-    """A call in this process that must end with one error message with all ``words``, and leave no run directory."""
+    """A call in this process that must end with one error message with all ``words``, and leave no
+    run directory."""
 
     def call(words: list[str], *arguments) -> None:
         monkeypatch.chdir(tmp_path)
@@ -283,7 +348,9 @@ def test_bad_arguments(refused, words, arguments):
 
 def test_bad_input_is_a_sentence_and_exit_code_2(speedrun):
     done = speedrun("--mesh", "data=3")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    ), done.stderr
     assert "3 devices" in done.stderr and "2048 tokens" in done.stderr
 
 

@@ -1,4 +1,5 @@
-"""Every recipe at toy size: its real code, shrunk through its own fields, in fp32 so that rounding hides nothing."""
+"""Every recipe at toy size: its real code, shrunk through its own fields, in fp32 so that rounding
+hides nothing."""
 
 from jspeed.recipe import leaves
 from jspeed.sizes import is_matrix
@@ -7,12 +8,21 @@ TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=
 TINY += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
 GPT2 = ["VOCAB=272", "BOS=5"]
 LARGE = [*TINY, *GPT2, "COMPUTE=float32", "EVAL_CHUNK=12"]
-DEEP = [*LARGE, "LAYERS=4", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=320", "MAX_DOCS=33", "MOMENTUM_WARMUP=6"]
+DEEP = [
+    *LARGE,
+    "LAYERS=4",
+    "LANE_LEN=32",
+    "EVAL_LEN=32",
+    "EVAL_TOKENS=320",
+    "MAX_DOCS=33",
+    "MOMENTUM_WARMUP=6",
+]
 DEEP += ["NO_ATTENTION=2", "VALUE_TABLES=1", "LONG_LAYERS=(0,3)", "BLOCK=4"]
-# While blocks are the identity, the true gradient of their scales is zero: with the recipes' epsilon Adam would make
-# full steps of what rounding leaves.
+# While blocks are the identity, the true gradient of their scales is zero: with the recipes'
+# epsilon Adam would make full steps of what rounding leaves.
 DEEP += ["ADAM_EPS=1e-5"]
-# Two stages, the first of an odd number of steps: a slow update has gradients of both, and tied tables part in it.
+# Two stages, the first of an odd number of steps: a slow update has gradients of both, and tied
+# tables part in it.
 STAGED = [
     *TINY[:1],
     *TINY[2:5],
@@ -23,7 +33,14 @@ STAGED = [
     "EVAL_CHUNK=12",
     "LAYERS=3",
 ]
-STAGED += ["NO_ATTENTION=2", "SKIP_FROM=0", "PAIRED_LAYERS=(0,)", "LONG_LAYERS=(1,)", "GATE_WIDTH=6", "BIGRAMS=512"]
+STAGED += [
+    "NO_ATTENTION=2",
+    "SKIP_FROM=0",
+    "PAIRED_LAYERS=(0,)",
+    "LONG_LAYERS=(1,)",
+    "GATE_WIDTH=6",
+    "BIGRAMS=512",
+]
 STAGED += [
     "STEPS=(5,7)",
     "LANE_LENS=(16,24)",
@@ -32,7 +49,13 @@ STAGED += [
     "BLOCK=4",
     "LONG_WINDOWS=(2,3)",
 ]
-STAGED += ["SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4", "RATES=(1.0,1.5)", "TARGETS=(3,2)", "LAST_TIED=5"]
+STAGED += [
+    "SHORT_WINDOWS=(1,2)",
+    "EVAL_WINDOW=4",
+    "RATES=(1.0,1.5)",
+    "TARGETS=(3,2)",
+    "LAST_TIED=5",
+]
 STAGED += [
     "SHARES=({0:1.0},{5:0.5,12:0.0},{0:0.25,5:0.0})",
     "MOMENTUM={0:0.85,6:0.95}",
@@ -46,8 +69,23 @@ TOYS = {
     "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
-    "gpt2": ["SIZES={'124M': (2, 2, 32)}", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_TOKENS=160", *LARGE[-4:]],
-    "nanogpt": [*TINY[:3], *TINY[4:], "VOCAB=272", "COMPUTE=float32", "EVAL_CHUNK=12", "WARMUP=4", "COOLDOWN=12"],
+    "gpt2": [
+        "SIZES={'124M': (2, 2, 32)}",
+        "LANES=8",
+        "LANE_LEN=16",
+        "STEPS=12",
+        "EVAL_TOKENS=160",
+        *LARGE[-4:],
+    ],
+    "nanogpt": [
+        *TINY[:3],
+        *TINY[4:],
+        "VOCAB=272",
+        "COMPUTE=float32",
+        "EVAL_CHUNK=12",
+        "WARMUP=4",
+        "COOLDOWN=12",
+    ],
     "microgpt-names": [*TINY, "VOCAB=272"],
     "shakespeare-char": [*TINY, "VOCAB=272", "ROWS=512"],
     "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
@@ -66,24 +104,73 @@ TOYS = {
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
 
-TOYS["r92"] = [*STAGED[:10], "LAYERS=6", "ATTENDING=(0,4,1,5)", "PAIRED_LAYERS=(0,)", "HALF_LAYERS=(4,)"]
-TOYS["r92"] += ["LONG_LAYERS=(1,5)", "XSA_LAYERS=(1,4)", "NO_MLP=(3,)", "TWICE=4", "SKIP_FROM=1", "SKIP_INTO=2"]
-TOYS["r92"] += ["SHARED_FROM=3", "GATES_FROM=2", "START_LAYERS=(0,1,3)", "NGRAM_LAYERS=(0,1,4)", "GATE_WIDTH=6"]
-TOYS["r92"] += ["VALUE_OF={0:0,1:1,4:2,5:3}", "MUDD_WIDTH=8", "MIX_GROUPS=4", "NGRAMS=512", "PREFIX_SHARE={}"]
+TOYS["r92"] = [
+    *STAGED[:10],
+    "LAYERS=6",
+    "ATTENDING=(0,4,1,5)",
+    "PAIRED_LAYERS=(0,)",
+    "HALF_LAYERS=(4,)",
+]
+TOYS["r92"] += [
+    "LONG_LAYERS=(1,5)",
+    "XSA_LAYERS=(1,4)",
+    "NO_MLP=(3,)",
+    "TWICE=4",
+    "SKIP_FROM=1",
+    "SKIP_INTO=2",
+]
+TOYS["r92"] += [
+    "SHARED_FROM=3",
+    "GATES_FROM=2",
+    "START_LAYERS=(0,1,3)",
+    "NGRAM_LAYERS=(0,1,4)",
+    "GATE_WIDTH=6",
+]
+TOYS["r92"] += [
+    "VALUE_OF={0:0,1:1,4:2,5:3}",
+    "MUDD_WIDTH=8",
+    "MIX_GROUPS=4",
+    "NGRAMS=512",
+    "PREFIX_SHARE={}",
+]
 # The number of steps between two updates of tables changes at the border.
-TOYS["r92"] += ["STEPS=(4,8)", "TABLES_EVERY=(2,4)", "LANE_LENS=(16,24)", "MAX_DOC_LENS=(16,16)", "SEGMENT=8"]
-TOYS["r92"] += ["MAX_DOCS=(17,25)", "BLOCK=4", "LONG_WINDOWS=(2,3)", "SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4"]
-TOYS["r92"] += ["RATES=(1.0,1.5)", "COLUMNS=(96,272)", "TARGETS=(3,2)", "LAST_TIED=7", "LAST_STEPS=(6,4)"]
+TOYS["r92"] += [
+    "STEPS=(4,8)",
+    "TABLES_EVERY=(2,4)",
+    "LANE_LENS=(16,24)",
+    "MAX_DOC_LENS=(16,16)",
+    "SEGMENT=8",
+]
+TOYS["r92"] += [
+    "MAX_DOCS=(17,25)",
+    "BLOCK=4",
+    "LONG_WINDOWS=(2,3)",
+    "SHORT_WINDOWS=(1,2)",
+    "EVAL_WINDOW=4",
+]
+TOYS["r92"] += [
+    "RATES=(1.0,1.5)",
+    "COLUMNS=(96,272)",
+    "TARGETS=(3,2)",
+    "LAST_TIED=7",
+    "LAST_STEPS=(6,4)",
+]
 TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0.85,6:0.93}"]
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
 TOYS["nanogpt-cpu"] = TOYS["nanogpt"]
-TOYS["jspeed3"] = [*TOYS["r92"], "COPY=271", "POINTER_WIDTH=4", "POINTER_WINDOWS=(16,12)", "EVAL_POINTER_WINDOW=16"]
+TOYS["jspeed3"] = [
+    *TOYS["r92"],
+    "COPY=271",
+    "POINTER_WIDTH=4",
+    "POINTER_WINDOWS=(16,12)",
+    "EVAL_POINTER_WINDOW=16",
+]
 TOYS["jspeed3"] += ["GRADIENT_WINDOWS=(0,1)"]
 TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 
-# Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of
-# generation leave them out.
+# Recipes that compute what another one does, at another size or but for the training loss: tests of
+# the step and of generation leave them out.
 ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu", "jspeed2": "r89", "nanogpt-cpu": "nanogpt"}
 
 

@@ -4,7 +4,8 @@ import os
 import sys
 
 if sys.path[0] == os.getcwd():
-    del sys.path[0]  # as python -P: a jax.py or a numpy/ in the current folder is not the package of that name
+    # as python -P: a jax.py or a numpy/ in the current folder is not the package of that name
+    del sys.path[0]
 
 from jspeed.commands.main import main
 

@@ -1,4 +1,5 @@
-"""The Rust token loader: shards in, batches out. A lane is one row of a batch, packed documents or a window."""
+"""The Rust token loader: shards in, batches out. A lane is one row of a batch, packed documents or
+a window."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -29,18 +30,20 @@ def header(tokens: int, wide: bool = False) -> bytes:
     """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
 
 def canonical_mask(tokens: Sequence[bytes], size: int) -> NDArray[np.uint8]:
-    """Return which token can never be directly after which other one in what GPT-2's tokenizer writes.
+    """Return which token can never be directly after which other one in what GPT-2's tokenizer
+    writes.
 
-    Bit x of row p, uint8 ``[size, size / 8]``, the least significant bit first, is set where token x never follows
-    token p, whatever surrounds them: encoding their text would merge across the border between them, or between parts
-    of them. ``tokens`` are byte pairs by id, in the order of their merges; an empty one stands for a special token,
-    which anything can follow and which can follow anything, as ids from ``len(tokens)`` on can. As in record 91, a
-    token that ends inside a character is taken for one that the pretokenizer does not cut after; after rare spaces and
-    signs it may.
+    Bit x of row p, uint8 ``[size, size / 8]``, the least significant bit first, is set where token
+    x never follows token p, whatever surrounds them: encoding their text would merge across the
+    border between them, or between parts of them. ``tokens`` are byte pairs by id, in the order of
+    their merges; an empty one stands for a special token, which anything can follow and which can
+    follow anything, as ids from ``len(tokens)`` on can. As in record 91, a token that ends inside a
+    character is taken for one that the pretokenizer does not cut after; after rare spaces and signs
+    it may.
 
     Raises:
-        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, or a token is not made of two
-            earlier ones.
+        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, or a token is
+            not made of two earlier ones.
     """
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
@@ -57,7 +60,8 @@ class _Stage(Protocol):
 
 @final
 class Shards:
-    """Validated token shards, sorted by file name; make them with :func:`jspeed.data.open_shards`."""
+    """Validated token shards, sorted by file name; make them with
+    :func:`jspeed.data.open_shards`."""
 
     def __new__(cls, paths: Sequence[str | PathLike[str]]) -> Self: ...
     def __len__(self) -> int: ...
@@ -66,7 +70,8 @@ class Shards:
         """Tokens in all shards."""
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal hash of every shard's file name, size and header; the folder does not matter."""
+        """Hexadecimal hash of every shard's file name, size and header; the folder does not
+        matter."""
     @property
     def paths(self) -> list[Path]:
         """The files, in stream order."""
@@ -76,11 +81,13 @@ class Shards:
 
 @final
 class Batch:
-    """The lanes of this process in one step; its arrays are read-only and stay valid while they are kept."""
+    """The lanes of this process in one step; its arrays are read-only and stay valid while they are
+    kept."""
 
     @property
     def tokens(self) -> _Tokens:
-        """(local_lanes, lane_len + 1), uint16 or uint32 as stored, C-contiguous, aligned to 64 bytes."""
+        """(local_lanes, lane_len + 1), uint16 or uint32 as stored, C-contiguous, aligned to 64
+        bytes."""
     @property
     def inputs(self) -> _Tokens:
         """(local_lanes, lane_len), a view of ``tokens[:, :-1]``."""
@@ -89,17 +96,19 @@ class Batch:
         """(local_lanes, lane_len), a view of ``tokens[:, 1:]``: the token after each input."""
     @property
     def doc_offsets(self) -> NDArray[np.int32] | None:
-        """(local_lanes, max_docs + 1) int32: where each document starts, then ``lane_len`` to the end.
+        """(local_lanes, max_docs + 1) int32: where each document starts, then ``lane_len`` to the
+        end.
 
-        Starts with 0 and strictly increases up to index ``num_docs``. None when ``max_docs`` was not given.
+        Starts with 0 and strictly increases up to index ``num_docs``. None when ``max_docs`` was
+        not given.
         """
     @property
     def num_docs(self) -> NDArray[np.int32] | None:
         """(local_lanes,) int32: documents in each lane. None when ``max_docs`` was not given."""
     @property
     def loss_mask(self) -> NDArray[np.bool_] | None:
-        """(local_lanes, lane_len) bool: False where the target is the start of the next document instead of the token
-        that follows.
+        """(local_lanes, lane_len) bool: False where the target is the start of the next document
+        instead of the token that follows.
 
         None when ``loss_mask`` was not given.
         """
@@ -111,42 +120,46 @@ class Batch:
         """Pass over the data, from 0; of a mixture, the least of its sources."""
     @property
     def dropped_tokens(self) -> int:
-        """Tokens that were passed over since the batch before and that no lane of any process holds."""
+        """Tokens that were passed over since the batch before and that no lane of any process
+        holds."""
 
 @final
 class TokenLoader:
     """An iterator of batches, made ahead by one thread. All methods may be called from any thread.
 
-    The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on
-    nothing else: process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same
-    global batches.
+    The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``,
+    and on nothing else: process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)``
+    of the same global batches.
 
     Args:
-        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a whole number: each set
-            fills a share of the lanes proportional to its weight, evenly interleaved; within a set, lanes follow its
-            own order. The stream ends when the first set ends.
+        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a
+            whole number: each set fills a share of the lanes proportional to its weight, evenly
+            interleaved; within a set, lanes follow its own order. The stream ends when the first
+            set ends.
         lanes: Lanes of the global batch; a multiple of ``process_count``.
         lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
-        align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its ``bos_id`` and
-            cut after ``max_doc_len`` tokens or at the end of the lane, and the cut-off part is dropped; a
-            batch that a shard cannot complete is dropped with the rest of the shard. None: lanes are
-            consecutive windows of ``lane_len`` tokens and one more, which the next window starts with.
+        align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its
+            ``bos_id`` and cut after ``max_doc_len`` tokens or at the end of the lane, and the
+            cut-off part is dropped; a batch that a shard cannot complete is dropped with the rest
+            of the shard. None: lanes are consecutive windows of ``lane_len`` tokens and one more,
+            which the next window starts with.
         max_doc_len: Longest document in tokens, for ``align="bos"``; None never cuts.
         max_docs: Size of the table of document offsets; None makes no table.
         bos_id: The token that starts a document; by default GPT-2's <|endoftext|>.
-        schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of the
-            arguments of those names; the stream ends after the last stage.
+        schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of
+            the arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
         process_count: How many processes share the global batch.
         shuffle: Take shards, blocks or windows in a seeded random order.
         epochs: Passes over the data, after which the stream ends; None for no end.
         vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
-        loss_mask: Make a mask of targets that do not follow their input in the text; needs ``align="bos"``.
-        prefetch: Batches made ahead by the thread, by default one in use and one ready; 0 makes each when it is asked
-            for.
-        backend: ``"mmap"`` maps at most two shards of a source, and reads where the kernel lacks what that needs;
-            ``"pread"`` copies with pread(2): safe even if another process truncates a shard between the check and
-            the copy.
+        loss_mask: Make a mask of targets that do not follow their input in the text; needs
+            ``align="bos"``.
+        prefetch: Batches made ahead by the thread, by default one in use and one ready; 0 makes
+            each when it is asked for.
+        backend: ``"mmap"`` maps at most two shards of a source, and reads where the kernel lacks
+            what that needs; ``"pread"`` copies with pread(2): safe even if another process
+            truncates a shard between the check and the copy.
 
     Raises:
         BadInput: Arguments that contradict each other or do not fit the shards.
@@ -181,39 +194,47 @@ class TokenLoader:
             ShardTruncatedError: A shard shrank or was written to while it was read.
             ShardError: A shard cannot be read.
             TokenRangeError: A lane of this process holds an id outside the vocabulary.
-            DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"`` only the
-                process that owns the lane notices.
+            DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"``
+                only the process that owns the lane notices.
             LoaderForkedError: This process is a fork of the one that made the loader.
             BadInput: No batch fits into any shard, or the loader is closed.
         """
     def start(self) -> None:
-        """Begin to make batches now, for instance before compiling, rather than at the first ``next``."""
+        """Begin to make batches now, for instance before compiling, rather than at the first
+        ``next``."""
     def state_dict(self) -> dict[str, int | str]:
-        """Return where the stream stands after the batches delivered so far; the same on all processes.
+        """Return where the stream stands after the batches delivered so far; the same on all
+        processes.
 
         The values are integers and strings, ready for JSON.
         """
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of ``state``.
 
-        Process count and index, prefetch, backend, epochs, max_docs, loss_mask and vocab_size may differ from when
-        it was saved.
+        Process count and index, prefetch, backend, epochs, max_docs, loss_mask and vocab_size may
+        differ from when it was saved.
 
         Raises:
-            StateMismatchError: The state belongs to other data or settings; its text names the field.
+            StateMismatchError: The state belongs to other data or settings; its text names the
+                field.
         """
     def stats(self) -> dict[str, float]:
         """Return counters over the batches delivered so far.
 
-        ``batches``; ``bytes_read`` from shards by this process; ``wait_seconds`` in ``next`` in total, and
-        ``wait_p50``, ``wait_p99`` and ``wait_max`` of a batch, in seconds;
-        ``queue_empty``, how often no batch was ready; ``shard_switches``; ``dropped_tokens``, as in Batch.
+        ``batches``; ``bytes_read`` from shards by this process; ``wait_seconds`` in ``next`` in
+        total, and ``wait_p50``, ``wait_p99`` and ``wait_max`` of a batch, in seconds;
+        ``queue_empty``, how often no batch was ready; ``shard_switches``; ``dropped_tokens``, as in
+        Batch.
         """
     def close(self) -> None:
         """Stop the thread and wait for its end; batches already delivered stay valid."""
     def __enter__(self) -> Self: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None: ...
 
 @final
@@ -222,7 +243,8 @@ class Matches:
 
     @property
     def lengths(self) -> NDArray[np.uint8]:
-        """(rows, tokens): length of the longest context that occurred earlier, in tokens; 0 where none did."""
+        """(rows, tokens): length of the longest context that occurred earlier, in tokens; 0 where
+        none did."""
     @property
     def occurrences(self) -> NDArray[np.uint8]:
         """(rows, tokens): how often it did; ``recent`` stands for that or more."""
@@ -240,26 +262,29 @@ class Matches:
 class ContextIndex:
     """What followed this context earlier: an index of the documents of the steps so far.
 
-    A context is the last tokens of a document up to a position; it never reaches into the document before, which ends
-    where ``bos_id`` or a row of the batch begins, and what followed it is in the same document too. Answers are exact:
-    contexts are compared token by token. They do not depend on the number of threads.
+    A context is the last tokens of a document up to a position; it never reaches into the document
+    before, which ends where ``bos_id`` or a row of the batch begins, and what followed it is in the
+    same document too. Answers are exact: contexts are compared token by token. They do not depend
+    on the number of threads.
 
-    The index holds what was pushed and nothing else, and says so: ``push`` and ``query`` name the step that they belong
-    to, and fail unless exactly the steps before it were pushed. So a step sees earlier steps only, and a validation
-    between steps sees all trained tokens when its rows are queried and never pushed:
+    The index holds what was pushed and nothing else, and says so: ``push`` and ``query`` name the
+    step that they belong to, and fail unless exactly the steps before it were pushed. So a step
+    sees earlier steps only, and a validation between steps sees all trained tokens when its rows
+    are queried and never pushed:
 
         index = ContextIndex(capacity=steps * tokens_a_step)
         for batch in loader:
             found = index.query(batch.step, batch.tokens[:, :-1])
             index.push(batch.step, batch.tokens)
 
-    Where each of several processes has some of the lanes, each of their indices knows the documents of those alone. A
-    run that resumes pushes the earlier batches again.
+    Where each of several processes has some of the lanes, each of their indices knows the documents
+    of those alone. A run that resumes pushes the earlier batches again.
 
     Args:
-        capacity: Tokens of all rows that are ever pushed. All memory is taken at once: 4 bytes a token, and 16 more for
-            each length, for three lengths and 330 million tokens 17.2 GB.
-        lengths: Tokens of the contexts to look for, each from 1 to 255; the longest that occurred is the one told.
+        capacity: Tokens of all rows that are ever pushed. All memory is taken at once: 4 bytes a
+            token, and 16 more for each length, for three lengths and 330 million tokens 17.2 GB.
+        lengths: Tokens of the contexts to look for, each from 1 to 255; the longest that occurred
+            is the one told.
         recent: How many occurrences of a context count, the latest ones; at most 255.
         top: How many different next tokens are told, at most ``recent``.
         bos_id: The token that starts a document; by default GPT-2's <|endoftext|>.
@@ -280,17 +305,19 @@ class ContextIndex:
         threads: int | None = None,
     ) -> Self: ...
     def push(self, step: int, rows: _Tokens) -> None:
-        """Add the documents of a step: ``rows`` (rows, tokens) uint16 or uint32, with each row's last target.
+        """Add the documents of a step: ``rows`` (rows, tokens) uint16 or uint32, with each row's
+        last target.
 
-        Other Python threads run meanwhile; queries of theirs wait. Until it returns it takes some 100 bytes more for
-        each token of the step.
+        Other Python threads run meanwhile; queries of theirs wait. Until it returns it takes some
+        100 bytes more for each token of the step.
 
         Raises:
-            BadInput: ``step`` is not ``steps``, the rows do not fit into ``capacity``, or are no such array; then
-                nothing has changed.
+            BadInput: ``step`` is not ``steps``, the rows do not fit into ``capacity``, or are no
+                such array; then nothing has changed.
         """
     def query(self, step: int, rows: _Tokens) -> Matches:
-        """Look up the context up to and including each token of ``rows`` (rows, tokens) in the steps before ``step``.
+        """Look up the context up to and including each token of ``rows`` (rows, tokens) in the
+        steps before ``step``.
 
         Other Python threads run meanwhile, and may query too.
 

@@ -1,4 +1,5 @@
-"""The accelerators of this machine by its files, before any package is there: the extra that fits, why JAX uses none.
+"""The accelerators of this machine by its files, before any package is there: the extra that fits,
+why JAX uses none.
 
 ``python -m jspeed.accelerators`` prints the extra, or cpu, and the reason, for the Makefile.
 """
@@ -16,13 +17,14 @@ CUDA13_PYTHON = (3, 12)  # the least that JAX's newest releases take
 FAST_DRIVER = 580  # PyTorch's record runs 35 % slower below it (modded-nanogpt issue 92)
 PYTHON = sys.version_info[:2]
 NVIDIA, GOOGLE = "0x10de", "0x1ae0"  # PCI vendors
-TURING = 0x1E00  # the first PCI device of compute capability 7.5, the least of CUDA 13; Volta's are below it
+# the first PCI device of compute capability 7.5, the least of CUDA 13; Volta's are below it
+TURING = 0x1E00
 
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What a machine has. ``driver`` is NVIDIA's version, None where no driver is loaded; ``before_turing``: one of the
-    GPUs is older than CUDA 13 supports."""
+    """What a machine has. ``driver`` is NVIDIA's version, None where no driver is loaded;
+    ``before_turing``: one of the GPUs is older than CUDA 13 supports."""
 
     gpus: int = 0
     driver: str | None = None
@@ -46,24 +48,42 @@ def find(root: Path = Path("/")) -> Accelerators:
     devices = {name.name: name for name in (root / "dev").glob("*")}
     gpus = sum(re.fullmatch("nvidia[0-9]+", name) is not None for name in devices)
     accel = sum(re.fullmatch("accel[0-9]+", name) is not None for name in devices)
-    version = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    version = re.search(
+        r"Kernel Module\b.*?\s(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version")
+    )
     pci = {(text_of(folder / "vendor"), text_of(folder / "class")[:4], text_of(folder / "device"))
              for folder in (root / "sys/bus/pci/devices").glob("*")}  # fmt: skip
-    display = [int(device, 16) for vendor, kind, device in pci if (vendor, kind) == (NVIDIA, "0x03")]
+    display = [
+        int(device, 16) for vendor, kind, device in pci if (vendor, kind) == (NVIDIA, "0x03")
+    ]
     # Other devices are passed on by vfio too.
-    passed_on = list((root / "dev/vfio").glob("[0-9]*")) if any(vendor == GOOGLE for vendor, *_ in pci) else []
-    return Accelerators(gpus, version and version[1], any(at < TURING for at in display), accel or len(passed_on))
+    passed_on = (
+        list((root / "dev/vfio").glob("[0-9]*"))
+        if any(vendor == GOOGLE for vendor, *_ in pci)
+        else []
+    )
+    return Accelerators(
+        gpus, version and version[1], any(at < TURING for at in display), accel or len(passed_on)
+    )
 
 
-def cuda_root(environment: Mapping[str, str], packages: Iterable[Path], cuda: Path = Path("/usr/local/cuda")) -> str:
-    """Return what CUDA_ROOT has to be before JAX is imported, empty where JAX finds CUDA's compiler itself.
+def cuda_root(
+    environment: Mapping[str, str], packages: Iterable[Path], cuda: Path = Path("/usr/local/cuda")
+) -> str:
+    """Return what CUDA_ROOT has to be before JAX is imported, empty where JAX finds CUDA's compiler
+    itself.
 
-    With CUDA 13's libraries in ``packages`` (folders of sys.path) and no nvidia-cuda-nvcc beside them, JAX 0.10 to 0.12
-    takes the folder called 'None' for CUDA's, and own kernels do not compile.
+    With CUDA 13's libraries in ``packages`` (folders of sys.path) and no nvidia-cuda-nvcc beside
+    them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's, and own kernels do not
+    compile.
     """
     folders = [path / "nvidia" / "cu13" for path in packages]
     there = [folder for folder in folders if folder.is_dir()]
-    if "CUDA_ROOT" in environment or not there or any((folder / "bin" / "ptxas").is_file() for folder in there):
+    if (
+        "CUDA_ROOT" in environment
+        or not there
+        or any((folder / "bin" / "ptxas").is_file() for folder in there)
+    ):
         return ""
     return str(cuda) if (cuda / "bin" / "ptxas").is_file() else ""
 
@@ -80,13 +100,27 @@ def extra_for(machine: Accelerators, python: tuple[int, ...] = PYTHON) -> tuple[
     """Return the extra that ``machine`` needs, or cpu, and why."""
     has = f"{machine.name}, Python {python[0]}.{python[1]}"
     if machine.gpus and 0 < machine.driver_major < LEAST_DRIVER["cuda12"]:
-        return "cpu", f"{has}; JAX's CUDA wheels need driver {LEAST_DRIVER['cuda12']} or newer: update it"
+        return (
+            "cpu",
+            f"{has}; JAX's CUDA wheels need driver {LEAST_DRIVER['cuda12']} or newer: update it",
+        )
     if machine.gpus and machine.driver_major >= LEAST_DRIVER["cuda13"] and python >= CUDA13_PYTHON:
         older = machine.before_turing
-        return ("cuda12", f"{has}; CUDA 13 has no support for GPUs before Turing") if older else ("cuda13", has)
+        return (
+            ("cuda12", f"{has}; CUDA 13 has no support for GPUs before Turing")
+            if older
+            else ("cuda13", has)
+        )
     if machine.gpus:
-        return "cuda12", f"{has}; cuda13 needs driver {LEAST_DRIVER['cuda13']} and Python 3.12, or newer ones"
-    return ("tpu", f"{machine.tpus} TPU chips") if machine.tpus else ("cpu", "no NVIDIA GPU and no TPU in /dev")
+        return (
+            "cuda12",
+            f"{has}; cuda13 needs driver {LEAST_DRIVER['cuda13']} and Python 3.12, or newer ones",
+        )
+    return (
+        ("tpu", f"{machine.tpus} TPU chips")
+        if machine.tpus
+        else ("cpu", "no NVIDIA GPU and no TPU in /dev")
+    )
 
 
 def problem(
@@ -96,14 +130,16 @@ def problem(
     version: Callable[[str], str | None],
     python: tuple[int, ...] = PYTHON,
 ) -> str | None:
-    """Say why JAX runs on the platform ``used`` (cpu, gpu, tpu) beside better devices, or slowly, with the remedy.
+    """Say why JAX runs on the platform ``used`` (cpu, gpu, tpu) beside better devices, or slowly,
+    with the remedy.
 
-    ``visible`` GPUs are not hidden by CUDA_VISIBLE_DEVICES; ``version`` is that of a package. None: nothing is wrong.
+    ``visible`` GPUs are not hidden by CUDA_VISIBLE_DEVICES; ``version`` is that of a package. None:
+    nothing is wrong.
     """
     if used == "gpu" and 0 < machine.driver_major < FAST_DRIVER:
         return (
-            f"driver {machine.driver} is older than {FAST_DRIVER}, below which the same program in PyTorch took 35 % "
-            "longer (modded-nanogpt issue 92): update it"
+            f"driver {machine.driver} is older than {FAST_DRIVER}, below which the same program in"
+            " PyTorch took 35 % longer (modded-nanogpt issue 92): update it"
         )
     if used != "cpu" or not (machine.gpus and visible or machine.tpus):
         return None
@@ -123,14 +159,17 @@ def problem(
     if wheel is None:
         remove = f"pip uninstall -y jax-{wheels[0]}-plugin jax-{wheels[0]}-pjrt"
         return (
-            f"{unused}: {wheels[0]} needs driver {LEAST_DRIVER[wheels[0]]} or newer; update it, or {remove}; {install}"
+            f"{unused}: {wheels[0]} needs driver {LEAST_DRIVER[wheels[0]]} or newer; update it, or"
+            f" {remove}; {install}"
         )
     plugin, jaxlib = version(f"jax-{wheel}-plugin"), version("jaxlib")
     if plugin != jaxlib:
         return f"{unused}: jax-{wheel}-plugin {plugin} does not fit jaxlib {jaxlib}; {install}"
     if version(f"nvidia-cudnn-cu{wheel[-2:]}") is None:
         return f"{unused}: its plugin {wheel} is here without CUDA's libraries; {install}"
-    return f"{unused}: CUDA did not start; JSPEED_DEBUG=1 shows JAX's own message, nvidia-smi the GPUs"
+    return (
+        f"{unused}: CUDA did not start; JSPEED_DEBUG=1 shows JAX's own message, nvidia-smi the GPUs"
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ import jax
 Block = Callable[[dict[str, jax.Array], Any], Any]
 
 
-def run_blocks(block: Block, table: Mapping[str, Any], layers: int, params: Mapping[str, jax.Array], x: Any) -> Any:
-    """Apply ``block(p, x)`` for every layer in order; ``p`` holds its part of each parameter that stacks layers.
+def run_blocks(
+    block: Block, table: Mapping[str, Any], layers: int, params: Mapping[str, jax.Array], x: Any
+) -> Any:
+    """Apply ``block(p, x)`` for every layer in order; ``p`` holds its part of each parameter that
+    stacks layers.
 
-    ``table`` describes ``params`` over all ``layers``. A parameter of one entry per layer gives that entry, one of k
-    entries per layer gives ``[k, ...]``. A device that holds fewer layers applies only those.
+    ``table`` describes ``params`` over all ``layers``. A parameter of one entry per layer gives
+    that entry, one of k entries per layer gives ``[k, ...]``. A device that holds fewer layers
+    applies only those.
     """
     entries = _entries(table, layers)
     (layers_here,) = {params[name].shape[0] // k for name, k in entries.items()}
@@ -27,8 +31,11 @@ def run_blocks(block: Block, table: Mapping[str, Any], layers: int, params: Mapp
     return x
 
 
-def scan_blocks(block: Block, table: Mapping[str, Any], layers: int, params: Mapping[str, jax.Array], x: Any) -> Any:
-    """:func:`run_blocks` by ``jax.lax.scan``: the compiled program holds one layer, however many there are.
+def scan_blocks(
+    block: Block, table: Mapping[str, Any], layers: int, params: Mapping[str, jax.Array], x: Any
+) -> Any:
+    """:func:`run_blocks` by ``jax.lax.scan``: the compiled program holds one layer, however many
+    there are.
 
     ``block`` must return ``x`` in the shapes and dtypes that it was given.
     """

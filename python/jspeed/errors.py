@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from jspeed import standard_streams
 
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
-PEER_LOST = 75  # exit code of a process that another's end ends; sysexits.h's EX_TEMPFAIL: a failure that may pass
+# exit code of a process that another's end ends; sysexits.h's EX_TEMPFAIL: a failure that may pass
+PEER_LOST = 75
 
 
 class BadInput(Exception):
     """The user gave something that cannot work.
 
-    Its text is a one-line error message: what and where, what was expected, what was found and what to do.
+    Its text is a one-line error message: what and where, what was expected, what was found and what
+    to do.
     """
 
 
@@ -29,18 +31,21 @@ class Terminated(SystemExit):
 
 
 def say(line: str) -> None:
-    """Print a line on stderr in one write: unbuffered, ``print`` makes two, and lines of several processes mix."""
+    """Print a line on stderr in one write: unbuffered, ``print`` makes two, and lines of several
+    processes mix."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty string."""
+    """Return ``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty
+    string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """Return the first line of an exception's text, at most ``most`` characters, or its type's name without one."""
+    """Return the first line of an exception's text, at most ``most`` characters, or its type's name
+    without one."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__
 
@@ -53,7 +58,8 @@ def type_and_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Map exceptions to exit codes: :class:`BadInput` 2 with its message, Ctrl-C 130, all else 70 with a traceback."""
+    """Map exceptions to exit codes: :class:`BadInput` 2 with its message, Ctrl-C 130, all else 70
+    with a traceback."""
     try:
         yield
     except BadInput as error:
@@ -69,8 +75,8 @@ def exit_codes() -> Iterator[None]:
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's ``main`` under :func:`exit_codes` and exit with what it returns.
 
-    When the reader of stdout closes the pipe, printing stops and the work continues. When stdout cannot be written, the
-    error is reported at the end and exit code 0 becomes 2.
+    When the reader of stdout closes the pipe, printing stops and the work continues. When stdout
+    cannot be written, the error is reported at the end and exit code 0 becomes 2.
     """
     standard_streams.harden_streams()
     try:
@@ -78,18 +84,23 @@ def run_script(main: Callable[[], int | None]) -> None:
             sys.exit(main() or 0)
     except SystemExit as end:
         if lost := standard_streams.stdout_error():
-            say(f"error: standard output could not be written ({lost.strerror}); free space; results are in the files")
+            say(
+                f"error: standard output could not be written ({lost.strerror}); free space;"
+                " results are in the files"
+            )
             end.code = end.code or 2
         raise
 
 
 def writable_folder(path: str | os.PathLike[str], what: str) -> None:
-    """Create folder ``path`` if needed and raise :class:`BadInput` when files cannot be made in it."""
+    """Create folder ``path`` if needed and raise :class:`BadInput` when files cannot be made in
+    it."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise BadInput(
-            f"{what} {os.fspath(path)} cannot be created ({error.strerror}); choose a folder you can write to"
+            f"{what} {os.fspath(path)} cannot be created ({error.strerror}); choose a folder you"
+            " can write to"
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise BadInput(f"{what} {os.fspath(path)} is read-only; choose a folder you can write to")

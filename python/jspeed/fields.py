@@ -1,7 +1,9 @@
-"""Check values against type annotations: types, ranges, finite numbers; and hash a recipe's fields. No jax in here.
+"""Check values against type annotations: types, ranges, finite numbers; and hash a recipe's fields.
+No jax in here.
 
-``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes`` may be, once;
-:func:`misfits` and :func:`check_json` read it. :class:`Wants` says how a command line shows it as a flag.
+``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes``
+may be, once; :func:`misfits` and :func:`check_json` read it. :class:`Wants` says how a command line
+shows it as a flag.
 """
 
 import hashlib
@@ -14,7 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from typing import is_typeddict as is_typed_dict
 
 from jspeed.errors import BadInput
@@ -38,7 +50,8 @@ def integer(least: int, most: int = MOST) -> Rule:
 
 
 def at_least(least: int) -> Rule:
-    """Return the rule of whole numbers from ``least`` on that fit into 64 bits, as files hold them."""
+    """Return the rule of whole numbers from ``least`` on that fit into 64 bits, as files hold
+    them."""
     return Rule(f"a whole number of {least} or more", lambda value: least <= value < 2**63)
 
 
@@ -68,7 +81,10 @@ Whole = Annotated[int, at_least(0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of 0 or more", lambda value: value >= 0)]
 FolderName = Annotated[
-    str, Rule("1 to 100 of the letters A-Z a-z, digits and . _ + - (it names a folder)", FOLDER.fullmatch)
+    str,
+    Rule(
+        "1 to 100 of the letters A-Z a-z, digits and . _ + - (it names a folder)", FOLDER.fullmatch
+    ),
 ]
 FolderPath = Annotated[
     str,
@@ -84,30 +100,41 @@ Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE")]
 Axes = Annotated[str, Wants("AXIS=N,...")]
 
 MISSING = object()  # the value of a missing key
-WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False", tuple: "a tuple"}
+WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "True or False",
+    tuple: "a tuple",
+}
 WORDS |= {dict: "an object", list: "a list", type(None): "None"}
 TESTS: dict[Any, Callable[[Any], bool]] = {
     int: lambda value: isinstance(value, int) and not isinstance(value, bool),
     # Neither NaN nor a whole number of hundreds of digits is at most the largest float.
-    float: lambda v: isinstance(v, float | int) and not isinstance(v, bool) and abs(v) <= sys.float_info.max,
+    float: lambda v: (
+        isinstance(v, float | int) and not isinstance(v, bool) and abs(v) <= sys.float_info.max
+    ),
 }
 
 
 def misfits(value: Any, hint: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (where, what was expected, what was found) for all in ``value`` that does not match its type ``hint``.
+    """Yield (where, what was expected, what was found) for all in ``value`` that does not match its
+    type ``hint``.
 
-    ``hint`` is a type, a dataclass (its fields are checked too), ``X | None``, ``tuple[X, ...]``, a Callable, a
-    Mapping or a Literal, perhaps Annotated with :class:`Rule`. Every float must be finite; a bool is no number.
+    ``hint`` is a type, a dataclass (its fields are checked too), ``X | None``, ``tuple[X, ...]``, a
+    Callable, a Mapping or a Literal, perhaps Annotated with :class:`Rule`. Every float must be
+    finite; a bool is no number.
     """
     for place, wanted, found in _misfits(value, check_of(hint), where):
         yield place, wanted, shown(found)
 
 
 def check_json(value: Any, hint: Any) -> None:
-    """Raise BadInput naming the first place in ``value``, parsed from JSON, that does not match its type ``hint``.
+    """Raise BadInput naming the first place in ``value``, parsed from JSON, that does not match its
+    type ``hint``.
 
-    ``hint`` is as of :func:`misfits`, a TypedDict (other keys are free), ``list[X]`` or ``dict[str, X]``; a text beside
-    the rules of an Annotated is the unit.
+    ``hint`` is as of :func:`misfits`, a TypedDict (other keys are free), ``list[X]`` or ``dict[str,
+    X]``; a text beside the rules of an Annotated is the unit.
     """
     for where, wanted, item in _misfits(value, check_of(hint), ""):
         for in_python, in_json in (("True or False", "true or false"), ("None", "null")):
@@ -120,7 +147,8 @@ def check_json(value: Any, hint: Any) -> None:
 def parse_json(content: bytes, path: Path, check: Callable[[Any], None], remedy: str) -> Any:
     """Return what the JSON text ``content`` holds, once ``check`` has passed it.
 
-    BadInput names ``path``, says where the text stops being JSON or what ``check`` says, and ends in ``remedy``.
+    BadInput names ``path``, says where the text stops being JSON or what ``check`` says, and ends
+    in ``remedy``.
     """
     try:
         text = content.decode()
@@ -128,7 +156,9 @@ def parse_json(content: bytes, path: Path, check: Callable[[Any], None], remedy:
     except json.JSONDecodeError as error:
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         what = "is cut short" if ended else f"is not JSON ({error.msg})"
-        raise BadInput(f"{path} {what} at line {error.lineno}, column {error.colno}; {remedy}") from None
+        raise BadInput(
+            f"{path} {what} at line {error.lineno}, column {error.colno}; {remedy}"
+        ) from None
     except (ValueError, RecursionError):
         raise BadInput(f"{path} is not JSON text; {remedy}") from None
     try:
@@ -139,7 +169,8 @@ def parse_json(content: bytes, path: Path, check: Callable[[Any], None], remedy:
 
 
 class Check(NamedTuple):
-    """A type hint as a test: description, predicate, and the (key, value, check) of what is inside a value."""
+    """A type hint as a test: description, predicate, and the (key, value, check) of what is inside
+    a value."""
 
     expected: str
     holds: Callable[[Any], object]
@@ -167,16 +198,25 @@ def check_of(hint: Any) -> Check:
     if origin is Annotated:
         return _annotated(check_of(args[0]), args[1:])
     if origin in (Union, types.UnionType):
-        return _union([check_of(each) for each in args if each is not type(None)], type(None) in args)
+        return _union(
+            [check_of(each) for each in args if each is not type(None)], type(None) in args
+        )
     if origin in (list, tuple, dict) and args:
         of, each = origin, check_of(args[-1] if origin is dict else args[0])
         items: Any = dict.items if of is dict else enumerate
-        return Check(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
+        return Check(
+            WORDS[of],
+            lambda v: isinstance(v, of),
+            lambda v: ((key, item, each) for key, item in items(v)),
+        )
     if is_typed_dict(hint):
         return _typed_dict(hint)
     if isinstance(hint, type) and is_dataclass(hint):
-        hints = [(f.name, check_of(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
-        inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)  # noqa: E731
+        hints = [
+            (f.name, check_of(get_type_hints(hint, include_extras=True)[f.name]))
+            for f in fields(hint)
+        ]
+        inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)
         return Check(f"a {hint.__name__}", lambda v: isinstance(v, hint), inside)
     if origin is Literal:
         return Check(" or ".join(map(repr, args)), lambda v: v in args)
@@ -185,7 +225,8 @@ def check_of(hint: Any) -> Check:
     if origin is Callable:
         return Check("a function", callable)
     return Check(
-        WORDS.get(kind := origin or hint, f"a {kind.__name__}"), TESTS.get(kind) or (lambda v: isinstance(v, kind))
+        WORDS.get(kind := origin or hint, f"a {kind.__name__}"),
+        TESTS.get(kind) or (lambda v: isinstance(v, kind)),
     )
 
 
@@ -193,7 +234,9 @@ def _annotated(base: Check, extras: tuple[Any, ...]) -> Check:
     rules = [each for each in extras if isinstance(each, Rule)]
     unit = "".join(f" ({each})" for each in extras if isinstance(each, str))
     words = (rules[0].expected if rules else base.expected) + unit
-    return Check(words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside)
+    return Check(
+        words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside
+    )
 
 
 def _union(shapes: list[Check], or_none: bool) -> Check:
@@ -201,7 +244,11 @@ def _union(shapes: list[Check], or_none: bool) -> Check:
     if len(shapes) == 1 and or_none:
         [one] = shapes
         inside = one.inside
-        return Check(words, lambda v: v is None or one.holds(v), inside and (lambda v: () if v is None else inside(v)))
+        return Check(
+            words,
+            lambda v: v is None or one.holds(v),
+            inside and (lambda v: () if v is None else inside(v)),
+        )
     return Check(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
 
 
@@ -211,7 +258,8 @@ def _typed_dict(hint: Any) -> Check:
         hints = get_type_hints(hint, include_extras=True)
         optional = {name for name, each in hints.items() if get_origin(each) is NotRequired}
         return [
-            (name, check_of(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()
+            (name, check_of(get_args(h)[0] if name in optional else h), name in optional)
+            for name, h in hints.items()
         ]
 
     def inside(value: dict) -> Iterator[tuple[str, Any, Check]]:
@@ -228,12 +276,17 @@ def expected(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` for an error message, shortened, with its type unless it is text, a bool or None."""
+    """Return ``value`` for an error message, shortened, with its type unless it is text, a bool or
+    None."""
     try:
         text = reprlib.repr(value)
     except Exception:  # a whole number of more digits than Python prints, a failing __repr__
         text = "something unprintable"
-    return text if value is None or isinstance(value, bool | str) else f"{text} ({type(value).__name__})"
+    return (
+        text
+        if value is None or isinstance(value, bool | str)
+        else f"{text} ({type(value).__name__})"
+    )
 
 
 def shown_json(value: Any) -> str:
@@ -249,6 +302,7 @@ def as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
+    """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran
+    one recipe."""
     text = json.dumps({"fields": as_json(fields), "source": source}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -24,10 +24,11 @@ os.umask(UMASK)
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data and compiled programs, ``$JSPEED_CACHE`` or the user's; it need not exist.
+    """Return the folder for prepared data and compiled programs, ``$JSPEED_CACHE`` or the user's;
+    it need not exist.
 
-    Raises BadInput where there is no home to have it in, as in a container with a user id of its own, or where it is
-    missing and cannot be made.
+    Raises BadInput where there is no home to have it in, as in a container with a user id of its
+    own, or where it is missing and cannot be made.
     """
     remedy = "set JSPEED_CACHE to a folder you can write to"
     try:
@@ -37,17 +38,24 @@ def cache_folder() -> Path:
         own, folder = None, Path()
     if not own and not folder.is_absolute():
         home = os.environ.get("HOME")
-        raise BadInput(f"no home folder is known to keep data and compiled programs in (HOME is {home!r}); {remedy}")
+        raise BadInput(
+            f"no home folder is known to keep data and compiled programs in (HOME is {home!r});"
+            f" {remedy}"
+        )
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if there != folder and not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
-        raise BadInput(f"the cache folder {folder} is missing and cannot be made in {there}; {remedy}")
+        raise BadInput(
+            f"the cache folder {folder} is missing and cannot be made in {there}; {remedy}"
+        )
     return folder
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a
+    part.
 
-    Raises :class:`NoRoom` on a full disk, and :class:`BadInput` for another reason why it cannot be written.
+    Raises :class:`NoRoom` on a full disk, and :class:`BadInput` for another reason why it cannot be
+    written.
     """
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -55,9 +63,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does.
+    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole`
+    does.
 
-    The content is on disk before the name is, but the folder is not synced. An OSError inside counts as one of writing.
+    The content is on disk before the name is, but the folder is not synced. An OSError inside
+    counts as one of writing.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -76,7 +86,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 class Lines:
-    """A file that grows by whole lines or records: one that does not fit is not begun. A context manager: closes it."""
+    """A file that grows by whole lines or records: one that does not fit is not begun. A context
+    manager: closes it."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path``, creating it if needed. Raises :class:`BadInput`."""
@@ -98,7 +109,8 @@ class Lines:
         self.append(line.encode() + b"\n")
 
     def append(self, data: bytes, sync: bool = False) -> None:
-        """Add ``data``, with ``sync`` also to the disk itself. Raises :class:`NoRoom` when it does not fit."""
+        """Add ``data``, with ``sync`` also to the disk itself. Raises :class:`NoRoom` when it does
+        not fit."""
         size, rest = os.fstat(self.file.fileno()).st_size, memoryview(data)
         try:
             while rest:  # Linux writes at most 2 GiB at once, and a part where the disk fills up
@@ -116,26 +128,35 @@ class Lines:
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
     kind = NoRoom if error.errno in NO_ROOM else BadInput
-    return kind(f"{path} cannot be written ({error.strerror or error}); make room there, or choose another folder")
+    return kind(
+        f"{path} cannot be written ({error.strerror or error}); make room there, or choose another"
+        " folder"
+    )
 
 
 def try_lock(handle: int | IO[Any], wait: bool = False) -> bool | None:
-    """Lock an open file or folder until it is closed: True, False if another process has it, None without locks."""
+    """Lock an open file or folder until it is closed: True, False if another process has it, None
+    without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None  # None: of the file system
+        # None: of the file system
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
 
 
 def as_text(path: str | os.PathLike[str]) -> str:
-    r"""Return a file's name as text that every encoding of Unicode holds: its bytes that are not UTF-8 as ``\xe9``."""
+    r"""Return a file's name as text that every encoding of Unicode holds: its bytes that are not
+    UTF-8 as ``\xe9``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a device has no end."""
-    return os.fdopen(_if_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
+    """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a
+    device has no end."""
+    return os.fdopen(
+        _if_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb"
+    )
 
 
 def _if_regular(handle: int, path: str | os.PathLike[str]) -> int:
@@ -152,7 +173,8 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_input(path: Path, remedy: str) -> bytes:
-    """Return the contents of a regular file. Raises BadInput, which ends in ``remedy``, where it cannot be read."""
+    """Return the contents of a regular file. Raises BadInput, which ends in ``remedy``, where it
+    cannot be read."""
     try:
         return read_regular(path)
     except OSError as error:
@@ -160,7 +182,8 @@ def read_input(path: Path, remedy: str) -> bytes:
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """Return the UTF-8 text of a regular file, without a byte order mark. Raises BadInput as :func:`read_input`."""
+    """Return the UTF-8 text of a regular file, without a byte order mark. Raises BadInput as
+    :func:`read_input`."""
     try:
         return read_input(path, remedy).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -168,7 +191,8 @@ def read_text(path: Path, remedy: str) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a regular file says in JSON. Raises OSError as :func:`open_regular`, ValueError for anything else."""
+    """Return what a regular file says in JSON. Raises OSError as :func:`open_regular`, ValueError
+    for anything else."""
     try:
         return json.loads(read_regular(path))
     except RecursionError as error:
@@ -176,6 +200,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of the file at ``path`` as lower-case hexadecimal. Raises OSError for no regular file."""
+    """Return the SHA-256 of the file at ``path`` as lower-case hexadecimal. Raises OSError for no
+    regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

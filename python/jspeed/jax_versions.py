@@ -1,8 +1,10 @@
-"""What JAX keeps private or has changed between its releases 0.10 and 0.12: a function each, and nowhere else.
+"""What JAX keeps private or has changed between its releases 0.10 and 0.12: a function each, and
+nowhere else.
 
-Every function says which releases it was read in or run with; `tests/test_architecture.py` keeps private names of JAX
-out of all other files, and `docs/devices.md` lists the deprecated API that is still in use. JAX is imported when a
-function is called: the rooms that never load it may import this one.
+Every function says which releases it was read in or run with; `tests/test_architecture.py` keeps
+private names of JAX out of all other files, and `docs/devices.md` lists the deprecated API that is
+still in use. JAX is imported when a function is called: the rooms that never load it may import
+this one.
 """
 
 import importlib
@@ -20,9 +22,11 @@ from unittest import mock
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """Return (constants, carried values) of a ``scan`` equation's operands, which come in this order.
+    """Return (constants, carried values) of a ``scan`` equation's operands, which come in this
+    order.
 
-    JAX 0.10 counts them in ``num_consts`` and ``num_carry``; from 0.11 on ``ft_in`` is a tree of three parts.
+    JAX 0.10 counts them in ``num_consts`` and ``num_carry``; from 0.11 on ``ft_in`` is a tree of
+    three parts.
     """
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -31,7 +35,8 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def source_line(eqn: Any) -> str:
-    """Return file:line of the user's frame that made an equation; empty if unknown. JAX 0.10 to 0.12."""
+    """Return file:line of the user's frame that made an equation; empty if unknown. JAX 0.10 to
+    0.12."""
     from jax._src import source_info_util
 
     frame = source_info_util.user_frame(eqn.source_info.traceback)
@@ -39,25 +44,29 @@ def source_line(eqn: Any) -> str:
 
 
 def cudnn_attention() -> Any:
-    """The module of JAX's calls of cuDNN's attention, whose public face has no offsets of documents (jax 29731).
+    """The module of JAX's calls of cuDNN's attention, whose public face has no offsets of documents
+    (jax 29731).
 
-    Its function and its primitives take the same arguments in 0.10 to 0.12 but for those of :func:`no_score_mod`.
+    Its function and its primitives take the same arguments in 0.10 to 0.12 but for those of
+    :func:`no_score_mod`.
     """
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
 def no_score_mod() -> dict[str, None]:
-    """What the primitives of :func:`cudnn_attention` also take from JAX 0.12 on: no change of the scores."""
+    """What the primitives of :func:`cudnn_attention` also take from JAX 0.12 on: no change of the
+    scores."""
     lowering = cudnn_attention()._dot_product_attention_fwd_cuda_lowering
     names = inspect.signature(lowering).parameters.keys() & {"score_mod_name", "score_mod_jaxpr"}
     return dict.fromkeys(names)
 
 
 def reserve_workspace(lowered: Any, bytes_of: Callable[[int, int, int, int], int]) -> None:
-    """Give each backward call of cuDNN's attention in a lowered program ``bytes_of(documents, heads, length, width)``.
+    """Give each backward call of cuDNN's attention in a lowered program ``bytes_of(documents,
+    heads, length, width)``.
 
-    JAX writes 0 bytes, which XLA replaces by what cuDNN's plan asks for; a compiler without a GPU asks nobody. JAX 0.10
-    to 0.12: the workspace is the call's last result, which nothing reads.
+    JAX writes 0 bytes, which XLA replaces by what cuDNN's plan asks for; a compiler without a GPU
+    asks nobody. JAX 0.10 to 0.12: the workspace is the call's last result, which nothing reads.
     """
     from jax.extend.mlir import ir
 
@@ -67,18 +76,25 @@ def reserve_workspace(lowered: Any, bytes_of: Callable[[int, int, int, int], int
             if call.name != "stablehlo.custom_call":
                 continue
             if "fmhaSoftmaxBackward" in ir.StringAttr(call.attributes["call_target_name"]).value:
-                config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)["cudnn_fmha_backend_config"]
-                lanes, heads, length, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
+                config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)[
+                    "cudnn_fmha_backend_config"
+                ]
+                lanes, heads, length, _ = map(
+                    int, config["intermediate_tensor_shape"]["dimensions"]
+                )
                 width = ir.RankedTensorType(call.results[0].type).shape[-1]
                 size = bytes_of(lanes * int(config["max_seg_per_batch"]), heads, length, width)
                 with call.context:
-                    call.results[len(call.results) - 1].set_type(ir.Type.parse(f"tensor<{size}xui8>"))
+                    call.results[len(call.results) - 1].set_type(
+                        ir.Type.parse(f"tensor<{size}xui8>")
+                    )
 
     visit(lowered.compiler_ir("stablehlo").operation)
 
 
 def loaded_cudnn() -> tuple[int, int, int] | None:
-    """The version of the cuDNN that JAX has loaded, which need not be the installed package's; None without one."""
+    """The version of the cuDNN that JAX has loaded, which need not be the installed package's; None
+    without one."""
     try:
         from jax._src.lib import cuda_versions
 
@@ -97,10 +113,11 @@ def key_value_store() -> Any:
 
 @cache
 def xla_flags_fault(flags: str) -> str | None:
-    """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes them.
+    """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes
+    them.
 
-    Asked of XLA's own parser, which knows the flags of its release and has no other face than XLA's first use, in a
-    process of a third of a second. jaxlib 0.10 to 0.12.
+    Asked of XLA's own parser, which knows the flags of its release and has no other face than XLA's
+    first use, in a process of a third of a second. jaxlib 0.10 to 0.12.
     """
     code = "from jaxlib import xla_client; xla_client.CompileOptions()"
     asked = subprocess.run(
@@ -126,7 +143,8 @@ def smem_layout(rows: int, columns: int, swizzle: int) -> tuple[Any, ...]:
 def register_gpus_with_pallas() -> None:
     """Tell Pallas' Triton backend what the GPUs of this process are.
 
-    JAX 0.11.0 refuses those that are not in its table (RTX 3090, L40S); 0.10 has no table, later ones ask the device.
+    JAX 0.11.0 refuses those that are not in its table (RTX 3090, L40S); 0.10 has no table, later
+    ones ask the device.
     """
     import jax
 
@@ -135,17 +153,21 @@ def register_gpus_with_pallas() -> None:
     for device in jax.local_devices():
         major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
         if major.isdecimal() and minor.isdecimal():
-            gpu_info.registry[device.device_kind] = _constant(_described(gpu_info, (int(major), int(minor))))
+            gpu_info.registry[device.device_kind] = _constant(
+                _described(gpu_info, (int(major), int(minor)))
+            )
 
 
 @contextmanager
 def pretend_gpu(capability: tuple[int, int], cudnn_version: int) -> Iterator[None]:
-    """Let JAX's questions about the live GPU be answered for an absent one while code is traced and lowered.
+    """Let JAX's questions about the live GPU be answered for an absent one while code is traced and
+    lowered.
 
     ``capability`` is CUDA's compute capability as (9, 0), ``cudnn_version`` is 91002 for 9.10.2.
 
-    Covers cuDNN's attention, whose library need not be installed, and what Pallas' Triton backend compiles for, which
-    JAX 0.10 takes from the mesh. What cuDNN really supports is checked on the GPU, when its plan is built.
+    Covers cuDNN's attention, whose library need not be installed, and what Pallas' Triton backend
+    compiles for, which JAX 0.10 takes from the mesh. What cuDNN really supports is checked on the
+    GPU, when its plan is built.
     """
 
     def version(text: str) -> tuple[int, ...]:
@@ -176,7 +198,9 @@ def _gpu_info() -> Any:
 def _described(gpu_info: Any, capability: tuple[int, int]) -> Any:
     major, minor = capability
     number = 10 * major + minor
-    return gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=number)
+    return gpu_info.GpuInfo(
+        gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=number
+    )
 
 
 def _constant(value: Any) -> Callable[[], Any]:

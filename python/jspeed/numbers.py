@@ -6,9 +6,11 @@ NONE = "-"
 
 
 def si(value: float, figures: int, gap: str = "", zeros: bool = False) -> str:
-    """Return ``value`` with ``figures`` significant figures and an SI prefix after ``gap``: ``13.1M``.
+    """Return ``value`` with ``figures`` significant figures and an SI prefix after ``gap``:
+    ``13.1M``.
 
-    ``zeros`` keeps zeros at the end of a number that has a prefix: ``5.90T``. What is below 1,000 has no prefix.
+    ``zeros`` keeps zeros at the end of a number that has a prefix: ``5.90T``. What is below 1,000
+    has no prefix.
     """
     rounded = float(f"{value:.{figures - 1}e}")
     power = min(8, int(math.log10(rounded) // 3)) if rounded >= 1 else 0

@@ -1,4 +1,5 @@
-"""The Recipe type: a table of parameters, a list of stages, and the functions forward, loss and optimizer."""
+"""The Recipe type: a table of parameters, a list of stages, and the functions forward, loss and
+optimizer."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,8 @@ OwnKernel: TypeAlias = Literal[
     "sums of rows",
     "update of rows",
 ]
-"""What a recipe's OWN_KERNELS stands for, of jspeed.model.kernels: each is checked, used and left out by itself."""
+"""What a recipe's OWN_KERNELS stands for, of jspeed.model.kernels: each is checked, used and left
+out by itself."""
 
 OWN_KERNELS: frozenset[OwnKernel] = frozenset(get_args(OwnKernel))
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
@@ -43,23 +45,27 @@ MOST_IDS = 2**31 - 1  # ids are int32 on devices
 class ParamSpec:
     """Declares one parameter: shape, logical axes, initialiser, optimizer group and dtypes.
 
-    ``axes`` names each dimension; layouts shard by these names. Three carry meaning: ``matrix`` stacks matrices of one
-    shape in a bank that Muon updates matrix by matrix; ``layer`` stacks whatever belongs to layers; and an array with a
-    ``token``, ``position`` or ``row`` axis is a table whose rows are looked up, so it costs no matmul FLOPs. A table
-    with a ``row`` axis, its first, is never gathered: its rows are read through ``Context.fetch``. The last two axes of
-    a bank's matrix are (in, out): it is used as ``x @ w``.
+    ``axes`` names each dimension; layouts shard by these names. Three carry meaning: ``matrix``
+    stacks matrices of one shape in a bank that Muon updates matrix by matrix; ``layer`` stacks
+    whatever belongs to layers; and an array with a ``token``, ``position`` or ``row`` axis is a
+    table whose rows are looked up, so it costs no matmul FLOPs. A table with a ``row`` axis, its
+    first, is never gathered: its rows are read through ``Context.fetch``. The last two axes of a
+    bank's matrix are (in, out): it is used as ``x @ w``.
 
-    The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
-    once a step. ``padding`` matrices at the end of a bank are unused; they make its length a multiple of the devices
-    that share it. FLOPs leave out ``unread`` numbers. ``every`` is the steps between two updates; the gradients of all
-    of them are summed. ``twin`` is the name of the parameter whose initial value this one copies.
+    The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``:
+    as stored), cast once a step. ``padding`` matrices at the end of a bank are unused; they make
+    its length a multiple of the devices that share it. FLOPs leave out ``unread`` numbers.
+    ``every`` is the steps between two updates; the gradients of all of them are summed. ``twin`` is
+    the name of the parameter whose initial value this one copies.
 
-    A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its rows, in one call of
-    ``Context.fetch``, and only those that have been named are read or written by its own optimizer
-    (``Recipe.row_optimizers``). It may then be larger than what a gradient of its size would leave room for.
+    A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its
+    rows, in one call of ``Context.fetch``, and only those that have been named are read or written
+    by its own optimizer (``Recipe.row_optimizers``). It may then be larger than what a gradient of
+    its size would leave room for.
 
-    Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone reads, once, may be
-    ``summed``: in fp32, each step adding the rows that its tokens name. Other gradients are as large as the tables.
+    Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone
+    reads, once, may be ``summed``: in fp32, each step adding the rows that its tokens name. Other
+    gradients are as large as the tables.
     """
 
     shape: tuple[CountOrZero, ...]
@@ -94,19 +100,22 @@ class ParamSpec:
 class Context:
     """What ``forward`` and ``loss`` get besides parameters and tokens.
 
-    All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
-    :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8 matrices: ``native``,
-    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` which of
-    :mod:`jspeed.model.kernels` may replace parts of the recipe, None: not known. ``blocks`` is
-    :func:`run_blocks`, or what the layout puts in its place. In training ``step`` is the number of steps before this
-    one and ``first_row`` the global index of this micro-batch's first row (int32 scalars); random keys derive from both
-    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
-    ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
-    tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids, own_kernels=False)`` looks up
-    rows of a table with a ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe
-    that loops over its layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an
-    evaluation of a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow id p
-    are set. ``matches`` (int32) of a recipe with ``retrieval``; None where there is no index, as in ``jspeed sample``.
+    All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to
+    call :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8
+    matrices: ``native``, ``emulated`` (operands widened to the compute dtype, no faster) or
+    ``missing``; ``own_kernels`` which of :mod:`jspeed.model.kernels` may replace parts of the
+    recipe, None: not known. ``blocks`` is :func:`run_blocks`, or what the layout puts in its place.
+    In training ``step`` is the number of steps before this one and ``first_row`` the global index
+    of this micro-batch's first row (int32 scalars); random keys derive from both
+    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step
+    modulo ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split).
+    ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
+    ``fetch(table, ids, own_kernels=False)`` looks up rows of a table with a ``row`` axis, on any
+    device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
+    itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of
+    a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow
+    id p are set. ``matches`` (int32) of a recipe with ``retrieval``; None where there is no index,
+    as in ``jspeed sample``.
     """
 
     stage: Stage
@@ -127,11 +136,16 @@ class Context:
     matches: Matches | None = None
 
     def use_fp8(self, asked: str) -> bool:
-        """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
+        """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training,
+        where it is native).
 
-        Evaluation is never in FP8. Raises :class:`BadInput` for another value, or ``on`` where FP8 is missing.
+        Evaluation is never in FP8. Raises :class:`BadInput` for another value, or ``on`` where FP8
+        is missing.
         """
-        why = "these devices have no FP8 matmuls (an NVIDIA GPU of compute capability 8.9 has: L40S, H100)"
+        why = (
+            "these devices have no FP8 matmuls (an NVIDIA GPU of compute capability 8.9 has: L40S,"
+            " H100)"
+        )
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
     def use_own_kernel(self, asked: str, name: OwnKernel) -> bool:
@@ -153,11 +167,12 @@ class Context:
 class Data:
     """Which token shards a recipe reads and how batches are made of them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or the data set's name in ``jspeed prepare``. Ids in the shards must
-    be below ``vocab_size``; ``bos_id`` starts a document. ``align="bos"`` starts every lane (a row of the batch, with
-    its packed documents) at a document; ``None`` reads contiguously. ``shuffle_block`` (tokens) permutes blocks of that
-    length in every epoch; ``None`` keeps order. ``windows="random"`` starts every lane at a random token instead, drawn
-    with replacement, as nanoGPT does.
+    ``name`` is ``stdlib`` (prepared on first use) or the data set's name in ``jspeed prepare``. Ids
+    in the shards must be below ``vocab_size``; ``bos_id`` starts a document. ``align="bos"`` starts
+    every lane (a row of the batch, with its packed documents) at a document; ``None`` reads
+    contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None``
+    keeps order. ``windows="random"`` starts every lane at a random token instead, drawn with
+    replacement, as nanoGPT does.
     """
 
     name: FolderName
@@ -169,13 +184,15 @@ class Data:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of ids on their way to the devices: uint16, or uint32 for a larger vocabulary."""
+        """The dtype of ids on their way to the devices: uint16, or uint32 for a larger
+        vocabulary."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Text sampled after a run: ``number`` samples of at most ``tokens`` new tokens after ``prompt``."""
+    """Text sampled after a run: ``number`` samples of at most ``tokens`` new tokens after
+    ``prompt``."""
 
     number: CountOrZero = 1
     tokens: Count = 128
@@ -186,28 +203,33 @@ class Sample:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
+    """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it
+    ``RECIPE``.
 
-    ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT, targets_BT,
-    weights_BT, ctx)`` returns the weighted sum of the token losses, or another training objective (a differentiable
-    scalar), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). In training both may be estimates by a
-    sampled softmax: ``train_loss`` is then an estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax
-    transformation over the whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
-    number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of
-    ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are given. A run sets
-    ``eval_max_doc_len``, their longest document in tokens, by its data.
+    ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT,
+    targets_BT, weights_BT, ctx)`` returns the weighted sum of the token losses, or another training
+    objective (a differentiable scalar), and the losses themselves ``[B, T]`` in nats (fp32, no
+    gradient). In training both may be estimates by a sampled softmax: ``train_loss`` is then an
+    estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax transformation over the
+    whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
+    number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in
+    rows of ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are
+    given. A run sets ``eval_max_doc_len``, their longest document in tokens, by its data.
 
-    ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or ``attention_widths`` of each
-    layer. ``alike``: all layers are the same function, applied by ``ctx.blocks``. Only such layers can be gathered one
-    by one, or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B,
-    T]``, 0 or more): losses are then weighted means, over the whole global batch in training. None: equal weights.
-    ``heads``, the number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run.
-    Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: it updates those whose ``every``
-    divides it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`),
-    which ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their
-    place after the last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
-    evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be its tokens.
-    ``retrieval``: steps and evaluations get ``Context.matches``, from an index of the tokens of earlier steps.
+    ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or
+    ``attention_widths`` of each layer. ``alike``: all layers are the same function, applied by
+    ``ctx.blocks``. Only such layers can be gathered one by one, or spread over a pipeline.
+    ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or more):
+    losses are then weighted means, over the whole global batch in training. None: equal weights.
+    ``heads``, the number of attention heads, is needed for an export as GPT-2. ``sample``: what to
+    sample after a run. Where parameters have ``every`` above 1, ``optimizer().update`` is given
+    ``due``: it updates those whose ``every`` divides it. ``row_optimizers()`` gives the optimizer
+    of each lazily updated table (:class:`jspeed.optim.rows`), which ``optimizer()`` does not see.
+    ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place after the
+    last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
+    evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be
+    its tokens. ``retrieval``: steps and evaluations get ``Context.matches``, from an index of the
+    tokens of earlier steps.
     """
 
     name: FolderName
@@ -246,8 +268,11 @@ class Recipe:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are room for: what the data say, but not more than a ``vocab`` axis is long."""
-        sizes = [dict(zip(spec.axes, spec.shape, strict=True)) for _, spec in leaves(self.parameters)]
+        """How many ids there are room for: what the data say, but not more than a ``vocab`` axis is
+        long."""
+        sizes = [
+            dict(zip(spec.axes, spec.shape, strict=True)) for _, spec in leaves(self.parameters)
+        ]
         return min([self.data.vocab_size, *(axes["vocab"] for axes in sizes if "vocab" in axes)])
 
     @property
@@ -261,7 +286,8 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     def row_words(self, length: int) -> int:
-        """Numbers of a row of ``length`` inputs on its way to the devices: its tokens, one more, and its matches."""
+        """Numbers of a row of ``length`` inputs on its way to the devices: its tokens, one more,
+        and its matches."""
         return length + 1 + length * (self.retrieval.words if self.retrieval else 0)
 
     def tokens_per_step(self, stage: Stage) -> int:
@@ -274,7 +300,8 @@ class Recipe:
         return sum(stage.steps * self.tokens_per_step(stage) for stage in self.stages)
 
     def validate(self) -> None:
-        """Raise :class:`BadInput` for a field of another type or range than it declares, or parts that do not fit."""
+        """Raise :class:`BadInput` for a field of another type or range than it declares, or parts
+        that do not fit."""
         for problem in self._problems():
             raise BadInput(f"recipe {self.name}: {problem}")
 
@@ -291,29 +318,49 @@ class Recipe:
             cadences = [spec.updated_after(stage) for stage in self.stages]
             if spec.every > 1 and self.period != max(each.every for each in rows.values()):
                 yield (
-                    f"parameter {path} is updated every {spec.every} steps and others every {self.period}; "
-                    "give slow parameters numbers that divide the largest"
+                    f"parameter {path} is updated every {spec.every} steps and others every"
+                    f" {self.period}; give slow parameters numbers that divide the largest"
                 )
             starts = accumulate(stage.steps for stage in self.stages)
             for start, *two in zip(starts, cadences, cadences[1:], strict=False):
                 if two[0] != two[1] and (start % two[0] or start % two[1]):
                     yield (
-                        f"parameter {path} is updated every {two[0]} steps, and from step {start} on every {two[1]}; "
-                        "let that stage start with a multiple of both"
+                        f"parameter {path} is updated every {two[0]} steps, and from step {start}"
+                        f" on every {two[1]}; let that stage start with a multiple of both"
                     )
-            if spec.lookups and (spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding):
-                yield f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and no padding"
+            if spec.lookups and (
+                spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
+            ):
+                yield (
+                    f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and"
+                    " no padding"
+                )
             if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
-                yield f"parameter {path} is summed; give it axes ('token', 'table', ...) and every of 2 or more"
+                yield (
+                    f"parameter {path} is summed; give it axes ('token', 'table', ...) and every of"
+                    " 2 or more"
+                )
             if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
-                yield f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
+                yield (
+                    f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape"
+                    f" {spec.shape}"
+                )
         if set(self.lazy) != set(self.row_optimizers()):
-            yield f"row_optimizers gives {sorted(self.row_optimizers())}, and tables with lookups are {list(self.lazy)}"
+            yield (
+                f"row_optimizers gives {sorted(self.row_optimizers())}, and tables with lookups are"
+                f" {list(self.lazy)}"
+            )
         if self.data.bos_id >= self.data.vocab_size:
-            yield f"data.bos_id is {self.data.bos_id}, but ids are below vocab_size={self.data.vocab_size}"
+            yield (
+                f"data.bos_id is {self.data.bos_id}, but ids are below"
+                f" vocab_size={self.data.vocab_size}"
+            )
         block = self.data.shuffle_block
         if self.data.windows and (block or self.data.align):
-            yield "windows='random' starts lanes at any token; leave align and shuffle_block out of Data"
+            yield (
+                "windows='random' starts lanes at any token; leave align and shuffle_block out of"
+                " Data"
+            )
         if not self.stages:
             yield "STAGES is empty; a recipe needs at least one Stage"
         for number, stage in enumerate(self.stages, 1):
@@ -321,32 +368,50 @@ class Recipe:
             if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
                 yield f"stage {number} cuts documents at {stage.max_doc_len} {lane} at most that"
             if stage.windows and max(stage.windows) > stage.lane_len:
-                yield f"stage {number} has an attention window of {max(stage.windows)} {lane} at most that"
+                yield (
+                    f"stage {number} has an attention window of {max(stage.windows)} {lane} at most"
+                    " that"
+                )
             if block and block % stage.lane_len:
-                yield f"shuffle block of {block} tokens is not a multiple of the lane length {stage.lane_len}"
-        lists = [(f"stage {number} lists {{}} attention windows", s.windows) for number, s in enumerate(self.stages, 1)]
+                yield (
+                    f"shuffle block of {block} tokens is not a multiple of the lane length"
+                    f" {stage.lane_len}"
+                )
+        lists = [
+            (f"stage {number} lists {{}} attention windows", s.windows)
+            for number, s in enumerate(self.stages, 1)
+        ]
         lists.append(("eval_windows lists {} attention windows", self.eval_windows))
         for what, listed in [*lists, ("attention_widths lists {}", self.attention_widths)]:
             if listed and len(listed) != self.layers:
-                yield f"{what.format(len(listed))} for {self.layers} layers; give one for each layer"
+                yield (
+                    f"{what.format(len(listed))} for {self.layers} layers; give one for each layer"
+                )
         if self.retrieval:
             yield from self.retrieval.problems()
         if self.eval_tokens < self.eval_len:
-            yield f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len}; give more"
+            yield (
+                f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len};"
+                " give more"
+            )
 
     def _problems_of(self, spec: ParamSpec) -> Iterator[str]:
         if len(spec.axes) != len(spec.shape) or len(set(spec.axes)) < len(spec.axes):
             yield (
-                f"has shape {spec.shape} but names {len(set(spec.axes))} axes {spec.axes}; give each dimension a name "
-                "of its own"
+                f"has shape {spec.shape} but names {len(set(spec.axes))} axes {spec.axes}; give"
+                " each dimension a name of its own"
             )
         for kind, dtype in (("dtype", spec.dtype), ("compute dtype", spec.compute or spec.dtype)):
             if not _is_floating(dtype):
                 yield f"has {kind} {dtype!r}; expected a dtype such as 'bfloat16' or 'float32'"
-        if self.alike and spec.stacks_layers and (spec.padding or not spec.shape[0] or spec.shape[0] % self.layers):
+        if (
+            self.alike
+            and spec.stacks_layers
+            and (spec.padding or not spec.shape[0] or spec.shape[0] % self.layers)
+        ):
             yield (
-                f"stacks {spec.shape[0]} entries (padding {spec.padding}) for {self.layers} alike layers; give the "
-                "same number for each layer and no padding"
+                f"stacks {spec.shape[0]} entries (padding {spec.padding}) for {self.layers} alike"
+                " layers; give the same number for each layer and no padding"
             )
 
 
@@ -358,30 +423,37 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return (slash-joined path, leaf) of every row of a parameter table, or of any tree, in pytree order."""
+    """Return (slash-joined path, leaf) of every row of a parameter table, or of any tree, in pytree
+    order."""
     flat = jax.tree.leaves_with_path(tree)
     return [("/".join(str(getattr(key, "key", key)) for key in path), leaf) for path, leaf in flat]
 
 
 def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *trees: Any) -> Any:
-    """Apply ``function`` to every row of a parameter table, and the leaves of ``trees`` like it; keep the tree."""
+    """Apply ``function`` to every row of a parameter table, and the leaves of ``trees`` like it;
+    keep the tree."""
     return jax.tree.map(function, parameters, *trees)
 
 
 def groups(parameters: Mapping[str, Any]) -> Any:
-    """Return the tree of optimizer group names that ``optax.partition`` takes, None for lazily updated tables."""
+    """Return the tree of optimizer group names that ``optax.partition`` takes, None for lazily
+    updated tables."""
     return map_specs(lambda spec: None if spec.lookups else spec.group, parameters)
 
 
 def without_lazy(recipe: Recipe, tree: Any) -> Any:
-    """Return ``tree`` with None in place of each lazily updated table: what ``recipe.optimizer()`` sees."""
+    """Return ``tree`` with None in place of each lazily updated table: what ``recipe.optimizer()``
+    sees."""
     return map_specs(lambda spec, part: None if spec.lookups else part, recipe.parameters, tree)
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
-    """Draw every parameter, each with its own key (its index in the table folded in), or its twin's."""
+    """Draw every parameter, each with its own key (its index in the table folded in), or its
+    twin's."""
     rows = leaves(parameters)
     index = {path: n for n, (path, _) in enumerate(rows)}
     keys = [jax.random.fold_in(key, index[spec.twin or path]) for path, spec in rows]
-    arrays = [spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)]
+    arrays = [
+        spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)

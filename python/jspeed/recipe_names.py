@@ -19,18 +19,19 @@ def packaged(name: str) -> Path:
 
 
 def locate(name_or_path: str) -> Path:
-    """Return the file of a recipe. Raises :class:`BadInput` for an unknown name or a path without a file."""
+    """Return the file of a recipe. Raises :class:`BadInput` for an unknown name or a path without a
+    file."""
     if name_or_path.endswith(".py") or "/" in name_or_path:
         path = Path(name_or_path)
         if not os.path.isfile(path):
             raise BadInput(
-                f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
-                f"{', '.join(known_recipes())}"
+                f"recipe file {path} does not exist; give the path of a recipe file or one of the"
+                f" names {', '.join(known_recipes())}"
             )
         return path
     if name_or_path not in known_recipes():
         raise BadInput(
-            f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; "
-            f"known recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
+            f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; known"
+            f" recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
         )
     return packaged(name_or_path)

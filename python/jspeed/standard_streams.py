@@ -1,4 +1,5 @@
-"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters, Ctrl-C."""
+"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters,
+Ctrl-C."""
 
 import errno
 import io
@@ -13,12 +14,14 @@ from contextlib import contextmanager
 
 
 class Stream(io.FileIO):
-    """Standard output or error. After a write error all output is discarded; ``failure`` keeps the error."""
+    """Standard output or error. After a write error all output is discarded; ``failure`` keeps the
+    error."""
 
     failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """Write to the descriptor; discard the data when its reader has gone or its disk is full."""
+        """Write to the descriptor; discard the data when its reader has gone or its disk is
+        full."""
         try:
             return super().write(data)
         except BlockingIOError:
@@ -40,19 +43,25 @@ def _nowhere() -> io.TextIOWrapper:
 
 
 _streams: dict[str, Stream] = {}
-# As absl and glog write what is for information or a warning: I0000 00:00:1795377060.652110   17481 cudart_stub.cc:31]
-LOGS = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\]")
+# As absl and glog write what is for information or a warning: I0000 00:00:1795377060.652110   17481
+# cudart_stub.cc:31]
+LOGS = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+"
+    rb" \S+:\d+\]"
+)
 
 
 def open_closed_streams() -> None:
-    """Let what is printed go nowhere on ``sys.stdout`` and ``sys.stderr`` that the parent process has closed."""
+    """Let what is printed go nowhere on ``sys.stdout`` and ``sys.stderr`` that the parent process
+    has closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, _nowhere())
 
 
 def harden_streams() -> None:
-    """Escape unencodable characters and survive closed pipes on ``sys.stdout`` and ``sys.stderr``. Call once."""
+    """Escape unencodable characters and survive closed pipes on ``sys.stdout`` and ``sys.stderr``.
+    Call once."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         old: io.TextIOWrapper = getattr(sys, name)
@@ -62,7 +71,9 @@ def harden_streams() -> None:
             setattr(sys, name, _text(stream, old.encoding, old.line_buffering, old.write_through))
 
 
-def _text(stream: Stream, encoding: str, line_buffering: bool, write_through: bool = False) -> io.TextIOWrapper:
+def _text(
+    stream: Stream, encoding: str, line_buffering: bool, write_through: bool = False
+) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         stream if write_through else io.BufferedWriter(stream),  # type: ignore[type-var]
         encoding=encoding,
@@ -97,7 +108,8 @@ def stdout_open() -> bool:
 
 
 def stdout_error() -> OSError | None:
-    """Flush both streams; return the error that made standard output incomplete, unless its reader closed the pipe."""
+    """Flush both streams; return the error that made standard output incomplete, unless its reader
+    closed the pipe."""
     sys.stdout.flush()
     sys.stderr.flush()
     failure = _streams["stdout"].failure if "stdout" in _streams else None
@@ -105,27 +117,36 @@ def stdout_error() -> OSError | None:
 
 
 def printable(value: object, most: int | None = None) -> str:
-    """Return ``value`` without the control characters that XML does not allow, cut after ``most`` characters."""
+    """Return ``value`` without the control characters that XML does not allow, cut after ``most``
+    characters."""
     clean = "".join(character if character.isprintable() else " " for character in str(value))
-    return clean if most is None or len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    return (
+        clean
+        if most is None or len(clean) <= most
+        else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    )
 
 
 def escaped(text: str) -> str:
-    r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and tabs stay."""
+    r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and
+    tabs stay."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process as it ends any other program, at once and with nothing printed: a shell sees 130."""
+    """Let Ctrl-C end this process as it ends any other program, at once and with nothing printed: a
+    shell sees 130."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt in here, for what has something to finish or to remove; the next one ends all.
+    """Let Ctrl-C raise KeyboardInterrupt in here, for what has something to finish or to remove;
+    the next one ends all.
 
-    Not for imports: an exception would leave modules half made and print a traceback, or crash in their C++.
+    Not for imports: an exception would leave modules half made and print a traceback, or crash in
+    their C++.
     """
     if (
         signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
@@ -144,8 +165,9 @@ def interruptible() -> Iterator[None]:
 def without_logs() -> Iterator[None]:
     """Hide C++ log lines on a script's standard error, unless JSPEED_DEBUG is set.
 
-    JAX's CUDA plugin writes to the descriptor before its log level can be set, so the descriptor is redirected while a
-    plugin is loaded or started. Errors and other lines are printed at the end; after an exception, everything is.
+    JAX's CUDA plugin writes to the descriptor before its log level can be set, so the descriptor is
+    redirected while a plugin is loaded or started. Errors and other lines are printed at the end;
+    after an exception, everything is.
     """
     if not _streams or os.environ.get("JSPEED_DEBUG"):
         yield

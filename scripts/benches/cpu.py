@@ -31,10 +31,11 @@ def cpu(
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
     Args:
-        recipes: Names or paths; ratios are to the first. With --versus none is needed: shakespeare-char, and
-            nanogpt-cpu, which is nanoGPT's setting as a recipe.
+        recipes: Names or paths; ratios are to the first. With --versus none is needed:
+            shakespeare-char, and nanogpt-cpu, which is nanoGPT's setting as a recipe.
         rounds: Runs of each, with seeds 1, 2, ...
-        versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its setting for a CPU.
+        versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its
+            setting for a CPU.
         python: With --versus, a Python that has PyTorch and NumPy; default: this one.
         json_: Write every run's record and the medians here.
         svg: Draw the validation curves of the first round here.
@@ -43,7 +44,9 @@ def cpu(
     if versus is not None:
         if svg:
             raise BadInput("--versus draws nothing; leave --svg out")
-        return contest(recipes or ("shakespeare-char", "nanogpt-cpu"), versus, python, rounds, json_)
+        return contest(
+            recipes or ("shakespeare-char", "nanogpt-cpu"), versus, python, rounds, json_
+        )
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     if not recipes:
@@ -60,7 +63,8 @@ def cpu(
         write_whole(json_, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
     if svg:
         curves = {
-            recipe: [(p["timed_seconds"], p["val_loss"]) for p in found[0]["curve"]] for recipe, found in runs.items()
+            recipe: [(p["timed_seconds"], p["val_loss"]) for p in found[0]["curve"]]
+            for recipe, found in runs.items()
         }
         first = runs[recipes[0]][0]
         title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
@@ -101,5 +105,15 @@ def _table(summary: dict[str, dict[str, Any]]) -> Table:
         ]
         for recipe, row in summary.items()
     ]
-    head = ("recipe", "timed s", "ratio", "loss", "reached", "steps", "ms/step", "compile s", "host")
+    head = (
+        "recipe",
+        "timed s",
+        "ratio",
+        "loss",
+        "reached",
+        "steps",
+        "ms/step",
+        "compile s",
+        "host",
+    )
     return Table("medians", head, rows)

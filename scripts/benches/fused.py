@@ -37,42 +37,70 @@ DOCUMENT = 700  # tokens
 
 
 def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
-    """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same arrays.
+    """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same
+    arrays.
 
     Args:
         tokens: Rows; default: a device's in the last stage of record 89.
         rounds: Times of each, of 10 calls in a row; medians are printed.
     """
     if jax.default_backend() != "gpu":
-        raise BadInput(f"bench.py fused needs a Hopper GPU, JAX has found {jax.devices()[0].device_kind}")
+        raise BadInput(
+            f"bench.py fused needs a Hopper GPU, JAX has found {jax.devices()[0].device_kind}"
+        )
     x, up, g, down, h = (
         0.1 * jax.random.normal(jax.random.key(n), shape, jnp.bfloat16)
         for n, shape in enumerate(
-            [(tokens, WIDTH), (MLP_WIDTH, WIDTH), (tokens, WIDTH), (WIDTH, MLP_WIDTH), (tokens, MLP_WIDTH)]
+            [
+                (tokens, WIDTH),
+                (MLP_WIDTH, WIDTH),
+                (tokens, WIDTH),
+                (WIDTH, MLP_WIDTH),
+                (tokens, MLP_WIDTH),
+            ]
         )
     )
     forward = x.astype(E4M3), up.astype(E4M3), jnp.array([1.0, 1 / 448], jnp.float32)
-    backward = g.astype(E5M2), down.T.astype(E4M3), (h * h).astype(E4M3), jnp.array([1.0, 1.0, 1e-3], jnp.float32)
+    backward = (
+        g.astype(E5M2),
+        down.T.astype(E4M3),
+        (h * h).astype(E4M3),
+        jnp.array([1.0, 1.0, 1e-3], jnp.float32),
+    )
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]] = {
         "squared ReLU, FP8": (squared_relu_matmul, squared_relu_matmul_reference, forward),
         "its gradient": (squared_relu_gradient, squared_relu_gradient_reference, (g, down, h * h)),
         "all in FP8": (squared_relu_matmul_fp8, squared_relu_matmul_fp8_reference, forward),
-        "gradient in FP8": (squared_relu_gradient_fp8, squared_relu_gradient_fp8_reference, backward),
-        "FP8 copies": (partial(cast, dtype=E5M2), partial(cast_reference, dtype=E5M2), (g, jnp.float32(1e-3))),
+        "gradient in FP8": (
+            squared_relu_gradient_fp8,
+            squared_relu_gradient_fp8_reference,
+            backward,
+        ),
+        "FP8 copies": (
+            partial(cast, dtype=E5M2),
+            partial(cast_reference, dtype=E5M2),
+            (g, jnp.float32(1e-3)),
+        ),
         **head_cases(tokens),
         **table_cases(tokens),
     }
     print(
-        f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
+        f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX"
+        f" {jax.__version__}; ms, medians"
     )
     for name, (kernel, reference, arrays) in cases.items():
-        calls = [partial(jax.jit(each, compiler_options=options_for("gpu")), *arrays) for each in (kernel, reference)]
+        calls = [
+            partial(jax.jit(each, compiler_options=options_for("gpu")), *arrays)
+            for each in (kernel, reference)
+        ]
         spent: list[list[float]] = [[], []]
         try:
             for _ in range(rounds):
                 for call, times in zip(calls, spent, strict=True):
                     jax.block_until_ready(call())
-                    _, seconds = timed(lambda call=call: jax.block_until_ready([call() for _ in range(10)]))
+                    _, seconds = timed(
+                        lambda call=call: jax.block_until_ready([call() for _ in range(10)])
+                    )
                     times.append(1e3 * seconds / 10)
         except (BadInput, jax.errors.JaxRuntimeError) as error:  # the others are timed all the same
             print(f"{name:<20}failed: {type_and_line(error)}")
@@ -81,8 +109,11 @@ def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
         print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} XLA   ratio {ours / theirs:.2f}")
 
 
-def head_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
-    """QK-norm with rotary, composed heads, XSA and a pointer, each with its gradients: kernel, reference, arrays."""
+def head_cases(
+    tokens: int,
+) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+    """QK-norm with rotary, composed heads, XSA and a pointer, each with its gradients: kernel,
+    reference, arrays."""
 
     def drawn(number: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(number), (1, tokens, *shape), jnp.bfloat16)
@@ -98,14 +129,20 @@ def head_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[...,
         for call, arguments in ((norm_and_rotate, rest), (queries_and_keys, plain))
     ]
     mix = [
-        with_gradients(partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own))
+        with_gradients(
+            partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own)
+        )
         for own in (True, False)
     ]
     xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
     words = jax.random.randint(jax.random.key(6), (1, tokens + 1), 0, 1000)
 
-    def copied(own: bool, q: jax.Array, k: jax.Array, none: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = pointer.copies(0, q, k, none, words[:, :-1], words[:, 1:], documents, 2048, own_kernels=own)
+    def copied(
+        own: bool, q: jax.Array, k: jax.Array, none: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        found = pointer.copies(
+            0, q, k, none, words[:, :-1], words[:, 1:], documents, 2048, own_kernels=own
+        )
         return found.target_BT, found.none_BT
 
     copy = [with_gradients(partial(copied, own)) for own in (True, False)]
@@ -114,25 +151,42 @@ def head_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[...,
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
         "composed heads": (mix[0], mix[1], heads),
         "XSA": (xsa[0], xsa[1], heads[1:]),
-        "pointer": (copy[0], copy[1], (drawn(7, width) / 10, drawn(8, width), drawn(9, width)[0, 0])),
+        "pointer": (
+            copy[0],
+            copy[1],
+            (drawn(7, width) / 10, drawn(8, width), drawn(9, width)[0, 0]),
+        ),
     }
 
 
-def table_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
-    """A norm beside a residual stream, with its gradients, and sums of the gradients of equal n-grams."""
-    x, rows = (jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2))
-    norms = [with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)]
+def table_cases(
+    tokens: int,
+) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+    """A norm beside a residual stream, with its gradients, and sums of the gradients of equal
+    n-grams."""
+    x, rows = (
+        jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2)
+    )
+    norms = [
+        with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)
+    ]
     # Two n-grams a token; half of them are alike.
     sums_N = jax.random.randint(jax.random.key(3), (2 * tokens,), 0, tokens, jnp.int32)
     starts = jnp.searchsorted(jnp.sort(sums_N), jnp.arange(tokens + 1)).astype(jnp.int32)
 
     def scattered(rows_ND: jax.Array, order_N: jax.Array, starts_S1: jax.Array) -> jax.Array:
-        sums_SD = jnp.zeros((tokens, WIDTH), jnp.float32).at[sums_N].add(rows_ND.astype(jnp.float32))
+        sums_SD = (
+            jnp.zeros((tokens, WIDTH), jnp.float32).at[sums_N].add(rows_ND.astype(jnp.float32))
+        )
         return sums_SD.astype(rows_ND.dtype)
 
     return {
         "norm and residual": (norms[0], norms[1], (x, jnp.float32(1.1))),
-        "sums of rows": (sum_rows, scattered, (rows[0], jnp.argsort(sums_N).astype(jnp.int32), starts)),
+        "sums of rows": (
+            sum_rows,
+            scattered,
+            (rows[0], jnp.argsort(sums_N).astype(jnp.int32), starts),
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""``jspeed bench gpu``: time each recipe's step (MFU, memory, kernels), or race recipes; steps.py times."""
+"""``jspeed bench gpu``: time each recipe's step (MFU, memory, kernels), or race recipes; steps.py
+times."""
 
 import dataclasses
 import json
@@ -33,7 +34,10 @@ from jspeed.run.find_recipe import find
 
 RECIPES = ("llmc", "track3", "r21", "r29", "r62", "r89")
 MFU_FORMULA = "FLOPs/token x tokens/s / (devices x peak dense bf16 FLOP/s)"
-FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causal mask and the window leave x layers"
+FLOPS_FORMULA = (
+    "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causal mask and the window leave x"
+    " layers"
+)
 
 
 def gpu(
@@ -48,31 +52,38 @@ def gpu(
     rounds: Count | None = None,
     svg: File | None = None,
 ) -> int:
-    """Measure one training step of recipes on the GPUs or TPUs there are; or race a recipe against another program.
+    """Measure one training step of recipes on the GPUs or TPUs there are; or race a recipe against
+    another program.
 
-    Steps are timed one by one (median, p99), and as many in a row without waiting for each, as a training run does.
-    Of a recipe with many stages the first, the middle and the last are measured. Compile seconds are without a cache.
-    With JAX_PLATFORMS=cpu the CPU is measured. Exit code: 1 when a recipe could not be measured.
+    Steps are timed one by one (median, p99), and as many in a row without waiting for each, as a
+    training run does. Of a recipe with many stages the first, the middle and the last are measured.
+    Compile seconds are without a cache. With JAX_PLATFORMS=cpu the CPU is measured. Exit code: 1
+    when a recipe could not be measured.
 
     Args:
         recipe: Names or paths; default: all of the records, with --versus r29.
         steps: Steps timed one by one, and again in a row; default 30.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
         micro_batch: Tokens per device in a micro-batch.
-        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4 or (TPU) splash.
+        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4
+            or (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.
-        versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints
-            modded-nanogpt's log; whole training runs of both, in turn, and their losses against seconds.
+        versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and
+            DATA_PATH) and prints modded-nanogpt's log; whole training runs of both, in turn, and
+            their losses against seconds.
         rounds: With --versus, runs of each: ours theirs, theirs ours, ...; default 1.
         svg: With --versus, draw the curves here.
     """
     check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
         if data is None or len(recipe) > 1:
-            raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
+            raise BadInput(
+                "--versus needs --data DIR, the tokens both train on, and at most one --recipe"
+            )
         refuse({"--steps": steps}, "--versus runs whole trainings")
-        require_accelerator(bool(visible_gpus(os.environ) or accelerators.find().tpus))  # JAX would take its memory
+        # JAX would take its memory
+        require_accelerator(bool(visible_gpus(os.environ) or accelerators.find().tpus))
         flags = {"--micro-batch": micro_batch, "--attention": attention}
         return race((recipe or ("r29",))[0], versus, data, rounds or 1, flags, set, json_, svg)
     if svg:
@@ -100,7 +111,8 @@ def gpu(
             if len(found) == 1:
                 raise
             failed[each.recipe.name] = str(error)
-        except jax.errors.JaxRuntimeError as error:  # out of memory, or a kernel that XLA could not build
+        # out of memory, or a kernel that XLA could not build
+        except jax.errors.JaxRuntimeError as error:
             failed[each.recipe.name] = failure_reason(error, each.recipe, mesh)
         show(console, each.recipe, own, setting, failed.get(each.recipe.name))
         rows += own
@@ -122,12 +134,13 @@ def gpu(
 
 
 def require_accelerator(there: bool) -> None:
-    """Raise BadInput unless an accelerator is ``there`` or the user has said on which platform JAX computes."""
+    """Raise BadInput unless an accelerator is ``there`` or the user has said on which platform JAX
+    computes."""
     if not there and not jax.config.values["jax_platforms"]:
         problem = platform_problem("cpu")
         raise BadInput(
-            f"bench gpu measures on a GPU or TPU and JAX uses none here{f' ({problem})' if problem else ''}; "
-            "JAX_PLATFORMS=cpu measures the CPU"
+            "bench gpu measures on a GPU or TPU and JAX uses none"
+            f" here{f' ({problem})' if problem else ''}; JAX_PLATFORMS=cpu measures the CPU"
         )
 
 
@@ -140,9 +153,9 @@ def failure_reason(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
     how_much = f": {int(asked[1]) / 1e9:.1f} GB were asked for at once" if asked else ""
     memory = f"the memory of {mesh.size} x {mesh.devices.flat[0].device_kind}"
     return (
-        f"recipe {recipe.name} does not fit into {memory}{how_much}; "
-        f"give a smaller --micro-batch or --set LANES=1, or measure it on GPUs (`python scripts/plan.py {recipe.name}` "
-        "says how much it needs)"
+        f"recipe {recipe.name} does not fit into {memory}{how_much}; give a smaller --micro-batch"
+        f" or --set LANES=1, or measure it on GPUs (`python scripts/plan.py {recipe.name}` says how"
+        " much it needs)"
     )
 
 
@@ -150,23 +163,48 @@ def opening(setting: Settings, device: Device) -> Iterator[str]:
     """Yield what all measurements share."""
     mesh = setting.mesh
     kind = mesh.devices.flat[0].device_kind
-    yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, FP8 {device.fp8}; attention as each recipe gets it"
-    tokens = "token shards, through the loader" if setting.shards else "synthetic tokens, on the devices already"
-    yield f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a cache"
+    yield (
+        f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, FP8 {device.fp8}; attention as each recipe"
+        " gets it"
+    )
+    tokens = (
+        "token shards, through the loader"
+        if setting.shards
+        else "synthetic tokens, on the devices already"
+    )
+    yield (
+        f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a"
+        " cache"
+    )
     if flops := peak_flops(mesh):
         yield f"MFU = {MFU_FORMULA}; peak {flops / 1e12:.1f} T; {FLOPS_FORMULA}"
     else:
         yield f"no MFU: the peak FLOP/s of '{kind}' are not in python/jspeed/plan/targets"
 
 
-def show(console: Console, recipe: Recipe, rows: list[Row], setting: Settings, failure: str | None) -> None:
+def show(
+    console: Console, recipe: Recipe, rows: list[Row], setting: Settings, failure: str | None
+) -> None:
     """Print the figures of one recipe and the kernels of each stage."""
     console.rule(f"[bold]{escape(recipe.name)}[/]", align="left")
     if len(recipe.stages) > ALL_STAGES:
-        console.print(f"[dim]{len(recipe.stages)} stages: only the first, the middle and the last are measured[/]")
+        console.print(
+            f"[dim]{len(recipe.stages)} stages: only the first, the middle and the last are"
+            " measured[/]"
+        )
     table = Table(box=None, pad_edge=False)
     for name in (
-        *("stage", "lanes x tokens", "window", "attention", "micro", "compile s", "median ms", "p99 ms", "in a row ms"),
+        *(
+            "stage",
+            "lanes x tokens",
+            "window",
+            "attention",
+            "micro",
+            "compile s",
+            "median ms",
+            "p99 ms",
+            "in a row ms",
+        ),
         *("tokens/s", "per device", "MFLOP/token", "MFU", "GB needed", "GB peak", "wait ms"),
     ):
         table.add_column(name, justify="right")
@@ -195,7 +233,9 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Settings, f
         console.print(table)
     for row in rows:
         if not math.isfinite(row.loss):
-            console.print(f"[bold red]stage {row.stage}: the loss after these steps is {row.loss}[/]")
+            console.print(
+                f"[bold red]stage {row.stage}: the loss after these steps is {row.loss}[/]"
+            )
         for part in kernel_table(row):
             console.print(part)
     if failure:
@@ -209,11 +249,16 @@ def kernel_table(row: Row) -> Iterator[Table | str]:
         yield f"[dim]stage {row.stage}: {escape(seen)}[/]"
         return
     device = escape(seen.device)
-    yield f"stage {row.stage}, one step on {device}: {seen.kernel_ms:.2f} ms in kernels, busy for {seen.busy_ms:.2f} ms"
+    yield (
+        f"stage {row.stage}, one step on {device}: {seen.kernel_ms:.2f} ms in kernels, busy for"
+        f" {seen.busy_ms:.2f} ms"
+    )
     table = Table(box=None, pad_edge=False)
     table.add_column(f"longest of {seen.distinct} kernels", no_wrap=True, max_width=100)
     for name in ("calls", "ms", "share"):
         table.add_column(name, justify="right")
     for kernel in seen.kernels:
-        table.add_row(escape(kernel.name), str(kernel.calls), f"{kernel.ms:.3f}", f"{kernel.share:.1%}")
+        table.add_row(
+            escape(kernel.name), str(kernel.calls), f"{kernel.ms:.3f}", f"{kernel.share:.1%}"
+        )
     yield table

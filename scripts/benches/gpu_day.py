@@ -1,8 +1,9 @@
-"""What a first hour on a GPU should find out, in parts of at most ten minutes; ``scripts/gpu_day.sh`` calls it.
+"""What a first hour on a GPU should find out, in parts of at most ten minutes;
+``scripts/gpu_day.sh`` calls it.
 
-Every result is one line of JSON, on disk before the next begins, the cheapest and most decisive first. A part that was
-stopped goes on where it was; what ended its process is tried once more, with what is compiled already. ``table`` prints
-predicted beside measured.
+Every result is one line of JSON, on disk before the next begins, the cheapest and most decisive
+first. A part that was stopped goes on where it was; what ended its process is tried once more, with
+what is compiled already. ``table`` prints predicted beside measured.
 """
 
 import gc
@@ -32,7 +33,8 @@ from jspeed.run.clock import now
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compile_cache import use_compile_cache
 
-SECONDS = float(os.environ.get("PART_SECONDS", 540))  # a part begins nothing after these, and is killed after 600
+# a part begins nothing after these, and is killed after 600
+SECONDS = float(os.environ.get("PART_SECONDS", 540))
 TRIES = 2  # what is not done after as many, a kill at the part's end among them, is left
 LATER = 75  # exit code: run the part again, it has more to do (EX_TEMPFAIL)
 
@@ -44,7 +46,8 @@ class Later(Exception):
 
 
 class Day:
-    """The results so far, by name, in ``results.jsonl`` of each of ``folders``; the first is read."""
+    """The results so far, by name, in ``results.jsonl`` of each of ``folders``; the first is
+    read."""
 
     def __init__(self, *folders: Path) -> None:
         self.files = [folder / "results.jsonl" for folder in folders]
@@ -74,7 +77,8 @@ class Day:
             print(line[:600], flush=True)
 
     def result(self, name: str, call: Callable[[], Mapping[str, Any]]) -> None:
-        """Find a result out unless it is known. Raises :class:`Later` when the part's time is over."""
+        """Find a result out unless it is known. Raises :class:`Later` when the part's time is
+        over."""
         before = self.known.get(name, {})
         if "seconds" in before:
             return
@@ -110,7 +114,8 @@ def main(part: str, *folders: str) -> int:
 
 
 def probe(day: Day) -> None:
-    """Versions, what the preflight says of each kernel, attention, FP8 and scatters at the records' shapes."""
+    """Versions, what the preflight says of each kernel, attention, FP8 and scatters at the records'
+    shapes."""
     use_compile_cache()
     day.result("environment", measure.environment)
     backends = ("xla",) if TOY else ("cudnn", "cudnn_lanes", "triton", "xla")
@@ -123,7 +128,9 @@ def probe(day: Day) -> None:
     for backend in backends:
         for kind, how in kinds.items():
             if kind in ("packed", "causal") or backend in ("cudnn", "xla"):
-                check = partial(preflight_checks.attention_error, backend, 128, **{"packed": True} | how)
+                check = partial(
+                    preflight_checks.attention_error, backend, 128, **{"packed": True} | how
+                )
                 day.result(f"preflight {backend}, {kind}", partial(measure.wrong, check))
     day.result("preflight FP8", partial(measure.wrong, preflight_checks.fp8_error))
     for kernel in sorted(OWN_KERNELS):
@@ -132,12 +139,16 @@ def probe(day: Day) -> None:
     for name in ("jspeed3", "r92", "r89"):
         kept: dict[str, list[np.ndarray]] = {}
         for backend in backends:
-            day.result(f"attention {backend} as {name}", partial(measure.attend, backend, name, kept))
+            day.result(
+                f"attention {backend} as {name}", partial(measure.attend, backend, name, kept)
+            )
     tagged = partial(measure.attend, backends[0], "jspeed3", {}, tagged=True)
     day.result(f"attention {backends[0]}, documents tagged, as jspeed3", tagged)
     for scales in (None, fp8.Scales(768**0.5 / 448, 2**-9, 1 / 448)):
         for triton in (False, True):
-            name = f"head {'FP8' if scales else 'bf16'}, Triton's matmuls {'on' if triton else 'off'}"
+            name = (
+                f"head {'FP8' if scales else 'bf16'}, Triton's matmuls {'on' if triton else 'off'}"
+            )
             day.result(name, partial(measure.head, scales, triton))
     day.result("scatter-add", measure.scatter_add)
 
@@ -150,7 +161,9 @@ def stages(day: Day) -> None:
     for name in ("r89", "r29"):
         day.result(f"stage {name}", partial(stage, name))
     one = partial(stage, "r29")
-    day.result("stage r29, Triton's matmuls on", partial(one, flags="--xla_gpu_enable_triton_gemm=true"))
+    day.result(
+        "stage r29, Triton's matmuls on", partial(one, flags="--xla_gpu_enable_triton_gemm=true")
+    )
     day.result("stage r29, no CUDA graphs", partial(one, flags="--xla_gpu_enable_command_buffer="))
     day.result("stage r29, attention triton", partial(one, attention="xla" if TOY else "triton"))
 
@@ -160,18 +173,23 @@ def own(day: Day) -> None:
     if not TOY:
         day.result("own kernels alone", fused)
     for word in ("off",) if TOY else ("off", "on"):
-        day.result(f"stage jspeed2, own kernels {word}", partial(stage, "jspeed2", [f"OWN_KERNELS={word}"]))
+        day.result(
+            f"stage jspeed2, own kernels {word}", partial(stage, "jspeed2", [f"OWN_KERNELS={word}"])
+        )
 
 
 def fused() -> dict[str, Any]:
     """What ``bench.py fused`` prints."""
-    done = subprocess.run([sys.executable, "scripts/bench.py", "fused"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "scripts/bench.py", "fused"], capture_output=True, text=True
+    )
     said = done.stdout.splitlines()
     return {"lines": said} | ({"failed": last_line(done)} if done.returncode else {})
 
 
 def product(day: Day) -> None:
-    """Runs as a user makes them: the default, then record 29 for 40 steps with evaluation and a checkpoint."""
+    """Runs as a user makes them: the default, then record 29 for 40 steps with evaluation and a
+    checkpoint."""
     folder = day.files[0].parent
     steps_ = 6 if TOY else 250
     sets = ["--set", "WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64"] if TOY else []
@@ -179,12 +197,24 @@ def product(day: Day) -> None:
     shards = folder / "tokens"
     day.result("tokens", partial(measure.tokens, shards))
     wanted = sets_of("r29", ["LANES=1"])
-    flags = ("--data", shards, "--steps", 4 if TOY else 40, "--checkpoint-every", 2 if TOY else 20, "--set", *wanted)
+    flags = (
+        "--data",
+        shards,
+        "--steps",
+        4 if TOY else 40,
+        "--checkpoint-every",
+        2 if TOY else 20,
+        "--set",
+        *wanted,
+    )
     day.result("run r29", partial(run, folder / "r29", "r29", *flags))
 
 
-def stage(name: str, sets: Sequence[str] = (), flags: str = "", attention: str = "") -> dict[str, Any]:
-    """:func:`.gpu_measurements.stage` in a process of its own, with further XLA ``flags`` and all of the memory."""
+def stage(
+    name: str, sets: Sequence[str] = (), flags: str = "", attention: str = ""
+) -> dict[str, Any]:
+    """:func:`.gpu_measurements.stage` in a process of its own, with further XLA ``flags`` and all
+    of the memory."""
     words = [sys.executable, "-m", "benches.gpu_day", "stage", name, attention or "-", *sets]
     environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
@@ -200,36 +230,63 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def run(folder: Path, recipe: str, *flags: object) -> dict[str, Any]:
     """Make a run in a process of its own; what its run.json says."""
-    words = ["-m", "jspeed", "run", recipe, "--run-dir", folder, "--no-progress", "--no-sample", *flags]
+    words = [
+        "-m",
+        "jspeed",
+        "run",
+        recipe,
+        "--run-dir",
+        folder,
+        "--no-progress",
+        "--no-sample",
+        *flags,
+    ]
     shutil.rmtree(folder, ignore_errors=True)  # of a try that was killed
     done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
     if done.returncode > 1:
         return {"failed": last_line(done)}
     made = json.loads((folder / "run.json").read_text())
-    names = "status steps val_loss timed_seconds compile_seconds wall_seconds kernels micro_batch".split()
+    names = "status steps val_loss timed_seconds compile_seconds wall_seconds kernels \
+micro_batch".split()
     checks = {name: probe_["passed"] for name, probe_ in made["probes"].items()}
     return {name: made.get(name) for name in names} | {"probes": checks, "ledger": made["ledger"]}
 
 
 def empty_block_us(known: Known, name: str) -> float | None:
-    """Microseconds of an SM for an empty block: the difference of attention by lanes and by rows, over that of blocks.
+    """Microseconds of an SM for an empty block: the difference of attention by lanes and by rows,
+    over that of blocks.
 
     How many kernels have such blocks: :func:`jspeed.plan.attention.empty_blocks`.
     """
-    rows, lanes = (known.get(f"attention {backend} as {name}", {}) for backend in ("cudnn", "cudnn_lanes"))
+    rows, lanes = (
+        known.get(f"attention {backend} as {name}", {}) for backend in ("cudnn", "cudnn_lanes")
+    )
     if "both_ms" not in rows or "both_ms" not in lanes:
         return None
     _, length, heads, _ = rows["shape"]
     slots = rows["documents"]
-    fewer = sum(EMPTY_KERNELS.values()) * heads * slots * (-(-length // TILE) - -(-rows["longest"] // TILE))
-    return 1e3 * (lanes["both_ms"] - rows["both_ms"]) * load_target("h100").cores / fewer  # an H200 has as many
+    fewer = (
+        sum(EMPTY_KERNELS.values())
+        * heads
+        * slots
+        * (-(-length // TILE) - -(-rows["longest"] // TILE))
+    )
+    # an H200 has as many
+    return 1e3 * (lanes["both_ms"] - rows["both_ms"]) * load_target("h100").cores / fewer
 
 
 def table(known: Known) -> list[str]:
-    """The results as lines of Markdown: what failed, predicted beside measured by family, attention, FP8."""
+    """The results as lines of Markdown: what failed, predicted beside measured by family,
+    attention, FP8."""
     there = known.get("environment", {})
     versions = there.get("versions", {})
-    lines = [f"{there.get('device')}, jax {versions.get('jax')}, cuDNN {there.get('cudnn')}, {there.get('date')}", ""]
+    lines = [
+        (
+            f"{there.get('device')}, jax {versions.get('jax')}, cuDNN {there.get('cudnn')},"
+            f" {there.get('date')}"
+        ),
+        "",
+    ]
     for name, one in known.items():
         wrong = one.get("failed") or one.get("wrong")
         if wrong or "seconds" not in one:
@@ -238,28 +295,42 @@ def table(known: Known) -> list[str]:
         if not name.startswith("stage ") or "predicted_ms" not in one:
             continue
         found, measured = one["predicted_ms"], one["measured_ms"] or {}
-        lines += ["", f"**{name}**: {one['step_ms_in_a_row']:.2f} ms a step, {one['memory_needed'] / 1e9:.1f} GB, "
+        lines += ["", f"**{name}**: {one['step_ms_in_a_row']:.2f} ms a step, \
+{one['memory_needed'] / 1e9:.1f} GB, "
                   f"{one['fp8_calls']} FP8 calls, attention {one['attention']}"]  # fmt: skip
         lines += ["", "| family | predicted ms | measured ms | ratio |", "|---|---|---|---|"]
         for family in sorted(found | measured, key=lambda family: -found.get(family, 0.0)):
             ms, seen = found.get(family, 0.0), measured.get(family)
             ratio = f"{seen / ms:.2f}" if seen is not None and ms else ""
-            lines.append(f"| {family} | {ms:.2f} | {'' if seen is None else f'{seen:.2f}'} | {ratio} |")
+            lines.append(
+                f"| {family} | {ms:.2f} | {'' if seen is None else f'{seen:.2f}'} | {ratio} |"
+            )
     rows = [(name, one) for name, one in known.items() if "both_ms" in one]
     if rows:
-        lines += ["", "| what | forward ms | forward and backward ms | GB | FP8 calls |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| what | forward ms | forward and backward ms | GB | FP8 calls |",
+            "|---|---|---|---|---|",
+        ]
     for name, one in rows:
-        lines.append(f"| {name} | {one.get('forward_ms', '')} | {one['both_ms']} | {one['need_GB']} | "
+        lines.append(f"| {name} | {one.get('forward_ms', '')} | {one['both_ms']} | \
+{one['need_GB']} | "
                      f"{one.get('fp8_calls', '')} |")  # fmt: skip
     for line in known.get("own kernels alone", {}).get("lines", ()):
         lines.append(f"    {line}")
     for name in ("r92", "r89"):
         if (found := empty_block_us(known, name)) is not None:
-            lines.append(f"\nempty blocks as {name}: {found:.3f} us of an SM, planned {1e6 * predict.EMPTY_BLOCK:.3f}")
+            lines.append(
+                f"\nempty blocks as {name}: {found:.3f} us of an SM, planned"
+                f" {1e6 * predict.EMPTY_BLOCK:.3f}"
+            )
     for name, one in known.items():
         if name.startswith("run ") and "status" in one:
-            lines.append(f"\n{name}: {one['status']} after {one['steps']} steps, {one['timed_seconds']:.1f} s timed, "
-                         f"{one['compile_seconds']:.0f} s of compilation, loss {one['val_loss']}")  # fmt: skip
+            lines.append(
+                f"\n{name}: {one['status']} after {one['steps']} steps, \
+{one['timed_seconds']:.1f} s timed, "
+                f"{one['compile_seconds']:.0f} s of compilation, loss {one['val_loss']}"
+            )
     return lines
 
 

@@ -39,9 +39,10 @@ from jspeed.run.find_recipe import find
 from jspeed.sizes import scored_shape
 
 TOY = os.environ.get("GPU_DAY") == "toy"
-PUBLISHED_MS = {"r89": 82.6, "r92": 45.0}  # of the records' steps in STAGES on 8 H100s, communication included
-# The stages that are measured: record 92's with the most tokens, else the last. One GPU as one of eight, and an eighth
-# of the n-grams.
+# of the records' steps in STAGES on 8 H100s, communication included
+PUBLISHED_MS = {"r89": 82.6, "r92": 45.0}
+# The stages that are measured: record 92's with the most tokens, else the last. One GPU as one of
+# eight, and an eighth of the n-grams.
 STAGES = {"jspeed3": 3, "r92": 3, "r89": -1, "jspeed2": -1, "r29": -1}
 AS_ONE_OF_EIGHT = {name: ["LANES=1"] for name in STAGES} | dict.fromkeys(
     ("jspeed3", "r92"), ["LANES=1", "NGRAMS=10575360"]
@@ -85,7 +86,9 @@ def wrong(check: Callable[[], str | None]) -> dict[str, Any]:
     return {"wrong": check()}
 
 
-def compiled(function: Callable[..., Any], arrays: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+def compiled(
+    function: Callable[..., Any], arrays: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """Compile as steps are, with further XLA ``options``; returns the program and what it needs."""
     began = now()
     given = options_for(jax.default_backend())
@@ -110,11 +113,14 @@ def stage_of(recipe: Recipe) -> Stage:
     return recipe.stages[min(STAGES[recipe.name], len(recipe.stages) - 1)]
 
 
-def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: bool = False) -> dict[str, Any]:
-    """Attention of a lane of a recipe's stage, forward and backward; how far off this process's first it is.
+def attend(
+    backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: bool = False
+) -> dict[str, Any]:
+    """Attention of a lane of a recipe's stage, forward and backward; how far off this process's
+    first it is.
 
-    ``tagged`` heads have documents in their second half, as narrow layers of records from 92 on; else layers with the
-    longest window. Gradients are those that the recipe computes.
+    ``tagged`` heads have documents in their second half, as narrow layers of records from 92 on;
+    else layers with the longest window. Gradients are those that the recipe computes.
     """
     found = loaded(name)
     recipe, heads = found.recipe, found.fields["HEADS"]
@@ -131,11 +137,17 @@ def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: b
         bounds = measured.max_docs, measured.max_doc_len, found.fields.get("SEGMENT")
         documents = find_documents(lane, recipe.data.bos_id, *bounds)
         if tagged:
-            q, k = (x.at[..., width // 2 :].set(tags(documents, width // 2)[:, :, None]) for x in (q, k))
-        call = partial(attention, window=window, backend=backend, tagged=tagged, gradient_window=near)
+            q, k = (
+                x.at[..., width // 2 :].set(tags(documents, width // 2)[:, :, None]) for x in (q, k)
+            )
+        call = partial(
+            attention, window=window, backend=backend, tagged=tagged, gradient_window=near
+        )
         return call(q, k, v, scale=0.12, documents=documents)
 
-    def both(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+    def both(
+        lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array
+    ) -> tuple[jax.Array, ...]:
         out, back = jax.vjp(partial(forward, lane), q, k, v)
         return out, *back(g)
 
@@ -148,19 +160,23 @@ def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: b
     off = [round(preflight_checks.relative_rms_error(x, y), 6) for x, y in pairs]
     longest = min(measured.max_doc_len, found.fields.get("SEGMENT", measured.max_doc_len))
     return facts | {
-        "shape": shape, "documents": measured.max_docs, "longest": longest, "window": window, "near": near,
+        "shape": shape, "documents": measured.max_docs, "longest": longest, "window": window,
+        "near": near,
         "forward_ms": milliseconds(only, arrays), "both_ms": milliseconds(program, [*arrays, g]),
         **({} if first == backend else {f"off_from_{first}": off}),
     }  # fmt: skip
 
 
 def head(scales: fp8.Scales | None, triton: bool) -> dict[str, Any]:
-    """Record 29's head, forward and backward: its time, and whether the program multiplies in FP8."""
+    """Record 29's head, forward and backward: its time, and whether the program multiplies in
+    FP8."""
     recipe = loaded("r29").recipe
     vocabulary, width = scored_shape(recipe.parameters["head"], recipe.stages[-1])
     rows = recipe.stages[-1].lane_len
     shapes = [(rows, width), (vocabulary, width), (rows, vocabulary)]
-    arrays = [0.1 * jax.random.normal(jax.random.key(n), s, jnp.bfloat16) for n, s in enumerate(shapes)]
+    arrays = [
+        0.1 * jax.random.normal(jax.random.key(n), s, jnp.bfloat16) for n, s in enumerate(shapes)
+    ]
 
     def call(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         y, back = jax.vjp(lambda x, w: fp8.matmul(x, w, scales) if scales else x @ w.T, x, w)
@@ -168,29 +184,40 @@ def head(scales: fp8.Scales | None, triton: bool) -> dict[str, Any]:
 
     program, facts = compiled(call, arrays, xla_gpu_enable_triton_gemm=triton)
     calls = custom_calls(program)
-    return facts | {"both_ms": milliseconds(program, arrays, 5), "fp8_calls": calls[FP8_CALL], "calls": calls}
+    return facts | {
+        "both_ms": milliseconds(program, arrays, 5),
+        "fp8_calls": calls[FP8_CALL],
+        "calls": calls,
+    }
 
 
 def scatter_add() -> dict[str, Any]:
-    """The embedding's gradient in rows, and single fp32 numbers by index (slow in jaxlib 0.10.2 to 0.11.0)."""
+    """The embedding's gradient in rows, and single fp32 numbers by index (slow in jaxlib 0.10.2 to
+    0.11.0)."""
     recipe = loaded("r29").recipe
     vocabulary, width = recipe.parameters["embed"].shape
     draw = np.random.default_rng(0).zipf(1.3, recipe.stages[-1].lane_len)
     at = jnp.asarray(np.minimum(draw, vocabulary) - 1, jnp.int32)
     g = jnp.ones((len(draw), width), jnp.float32)
-    rows, _ = compiled(lambda at, g: jnp.zeros((vocabulary, width), jnp.float32).at[at].add(g), [at, g])
-    single, _ = compiled(lambda at, g: jnp.zeros(vocabulary, jnp.float32).at[at].add(g[:, 0]), [at, g])
+    rows, _ = compiled(
+        lambda at, g: jnp.zeros((vocabulary, width), jnp.float32).at[at].add(g), [at, g]
+    )
+    single, _ = compiled(
+        lambda at, g: jnp.zeros(vocabulary, jnp.float32).at[at].add(g[:, 0]), [at, g]
+    )
     return {"rows_ms": milliseconds(rows, [at, g]), "single_ms": milliseconds(single, [at, g])}
 
 
 def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
-    """Time a stage of a recipe on one GPU, with what a run's preflight leaves of its kernels; their time by family,
-    predicted beside measured."""
+    """Time a stage of a recipe on one GPU, with what a run's preflight leaves of its kernels; their
+    time by family, predicted beside measured."""
     use_compile_cache()
     found = loaded(name, [*AS_ONE_OF_EIGHT[name], *sets])
     recipe, mesh = found.recipe, make_mesh({"data": 1}, jax.devices()[:1])
     measured, backend = stage_of(recipe), None if attention == "-" else attention
-    setting = steps.Settings(mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None)
+    setting = steps.Settings(
+        mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None
+    )
     device = with_kernels_asked_for(device_of(mesh, setting.attention, recipe=recipe), found.fields)
     placement = place(recipe, mesh, DEFAULT_LAYOUT, device, None)
     checked = preflight(recipe, placement, found.fields, Console(stderr=True))
@@ -213,7 +240,8 @@ def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
 
 
 def predicted(texts: list[str], measured: Stage) -> dict[str, float]:
-    """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program; idle: launches."""
+    """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program;
+    idle: launches."""
     cluster = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
     found: defaultdict[str, float] = defaultdict(float)
     for text in texts:
@@ -221,7 +249,10 @@ def predicted(texts: list[str], measured: Stage) -> dict[str, float]:
         for kernel in listed:
             if not kernel.collective:
                 found[kernel.kind] += (
-                    1e3 * kernel.runs * max(predict.kernel_seconds(kernel, cluster.target.data_sheet)) / len(texts)
+                    1e3
+                    * kernel.runs
+                    * max(predict.kernel_seconds(kernel, cluster.target.data_sheet))
+                    / len(texts)
                 )
         times, _ = predict.simulate(listed, cluster)
         found["idle"] += 1e3 * times.launches / len(texts)
@@ -230,7 +261,8 @@ def predicted(texts: list[str], measured: Stage) -> dict[str, float]:
 
 
 def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, float]:
-    """Milliseconds of a step by family of kernels, from those by HLO instruction; what belongs to none is unknown."""
+    """Milliseconds of a step by family of kernels, from those by HLO instruction; what belongs to
+    none is unknown."""
     families = {kernel.instruction.name: kernel.kind for text in texts for kernel in kernels(text)}
     found: defaultdict[str, float] = defaultdict(float)
     for name, spent in operations.items():
@@ -239,12 +271,15 @@ def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, fl
 
 
 def tokens(folder: Path) -> dict[str, Any]:
-    """Write shards of random tokens in documents as long as FineWeb's: 12 million, the validation set among them."""
+    """Write shards of random tokens in documents as long as FineWeb's: 12 million, the validation
+    set among them."""
     recipe = loaded("r29").recipe
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"train": 40_000, "val": 4_000} if TOY else {"train": 12_000_000, "val": 1_000_000}
     for number, (split, size) in enumerate(sizes.items()):
         lane = dataclasses.replace(recipe.stages[-1], lane_len=size, max_docs=size)
         row = steps.synthetic(dataclasses.replace(recipe, lanes=1), lane, seed=number)[0, :size]
-        (folder / f"gpu_{split}_000000.bin").write_bytes(header(len(row)) + row.astype(np.uint16).tobytes())
+        (folder / f"gpu_{split}_000000.bin").write_bytes(
+            header(len(row)) + row.astype(np.uint16).tobytes()
+        )
     return {"folder": str(folder), **sizes}

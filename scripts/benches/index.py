@@ -1,4 +1,5 @@
-"""Benchmark the index of contexts: tokens a second and core, and what a step of a record would take, by arithmetic."""
+"""Benchmark the index of contexts: tokens a second and core, and what a step of a record would
+take, by arithmetic."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ STEP_MS = 20
 
 
 def repeating_text(tokens: int) -> np.ndarray:
-    """Return documents of Zipf-distributed tokens, a fifth of them in passages of 8 to 64 copied from earlier."""
+    """Return documents of Zipf-distributed tokens, a fifth of them in passages of 8 to 64 copied
+    from earlier."""
     rng = np.random.default_rng(0)
     chances = np.cumsum(1 / (np.arange(BOS) + 2.7))
     text = np.searchsorted(chances / chances[-1], rng.random(tokens)).astype(np.uint16)
@@ -52,8 +54,8 @@ Asked = dict[str, Any]  # arguments of ContextIndex
 def seconds_a_token(
     text: np.ndarray, held: int, threads: int, asked: Asked
 ) -> tuple[float, float, ContextIndex, Matches, np.ndarray]:
-    """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three steps; and what the
-    last of these was told, and is."""
+    """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three
+    steps; and what the last of these was told, and is."""
     index = ContextIndex(held + 3 * STEP, threads=threads, **asked)
     whole = held // STEP
     for rows in steps(text, 0, whole):
@@ -74,21 +76,33 @@ def rows(text: np.ndarray, held: int, asked: Asked) -> Iterator[Row]:
     push, query, index, found, step = seconds_a_token(text, held, 1, asked)
     grown = megabytes("RssAnon") - before
     at = f"{held / 1e6:g} M tokens held"
-    yield Row("push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token")
-    yield Row("query", 1e-6 / query, "M tokens/s and core", None, f"{at}, {1e9 * query:.0f} ns a token")
+    yield Row(
+        "push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token"
+    )
+    yield Row(
+        "query", 1e-6 / query, "M tokens/s and core", None, f"{at}, {1e9 * query:.0f} ns a token"
+    )
     matched, times = found.lengths > 0, found.occurrences
     note = f"{min(asked['lengths'])} tokens or more, {times[matched].mean():.3g} times"
     yield Row("positions whose context occurred", 100 * float(matched.mean()), "%", None, note)
     told = (found.tokens[:, :-1] == step[:, 1:, None]) & (found.counts[:, :-1] > 0)
-    note = f"first of those told; among all {asked['top']}: {100 * float(told.any(-1).mean()):.3g} %"
-    yield Row("positions whose next token is told", 100 * float(told[..., 0].mean()), "%", None, note)
+    note = (
+        f"first of those told; among all {asked['top']}: {100 * float(told.any(-1).mean()):.3g} %"
+    )
+    yield Row(
+        "positions whose next token is told", 100 * float(told[..., 0].mean()), "%", None, note
+    )
     stated = f"{index.nbytes / 1e6:.0f} MB; the process grew by {grown:.0f} MB"
     yield Row("memory over what is stated", 1e6 * grown / index.nbytes, "x", 1.5, stated)
     for cores in (16, 96):
         push, query, *_ = seconds_a_token(text, held, cores, asked)
         note = f"by arithmetic: CPU time of {cores} threads"
         yield Row(
-            f"a step of {STEP:,} tokens on {cores} cores", 1e3 * STEP * (push + query) / cores, "ms", STEP_MS, note
+            f"a step of {STEP:,} tokens on {cores} cores",
+            1e3 * STEP * (push + query) / cores,
+            "ms",
+            STEP_MS,
+            note,
         )
 
 
@@ -102,7 +116,8 @@ def index(
     """Measure the index of contexts; exit code 1 when it would not fit beside a step of 20 ms.
 
     Args:
-        data: A folder of shards of GPT-2 tokens whose training text to use, instead of made-up text.
+        data: A folder of shards of GPT-2 tokens whose training text to use, instead of made-up
+            text.
         tokens: How many tokens the index holds; each is measured.
         lengths: Tokens of the contexts to look for.
         recent: How many occurrences of a context count.
@@ -113,7 +128,8 @@ def index(
         shards = find_split(data, "train")
         if shards.num_tokens < need:
             raise BadInput(
-                f"{data} has {shards.num_tokens:,} training tokens, but {need:,} are needed; give fewer --tokens"
+                f"{data} has {shards.num_tokens:,} training tokens, but {need:,} are needed; give"
+                " fewer --tokens"
             )
         text = np.concatenate([map_tokens(path, shards.dtype) for path in shards.paths])[:need]
     else:

@@ -15,7 +15,8 @@ TOP = 15
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel on one device: ``ms`` sums its calls; ``share`` is of the time of all the device's kernels."""
+    """One kernel on one device: ``ms`` sums its calls; ``share`` is of the time of all the device's
+    kernels."""
 
     name: str
     calls: int
@@ -25,7 +26,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """The longest kernels of one device. ``kernel_ms`` sums all of them; ``busy_ms`` counts overlaps once.
+    """The longest kernels of one device. ``kernel_ms`` sums all of them; ``busy_ms`` counts
+    overlaps once.
 
     ``by_operation`` has milliseconds by HLO instruction; "" is what belongs to none.
     """
@@ -39,29 +41,44 @@ class Profile:
 
 
 def profile(call: Callable[[], object]) -> Profile | str:
-    """Profile ``call``, which returns only when the device is done; the reason where no GPU kernel was seen."""
+    """Profile ``call``, which returns only when the device is done; the reason where no GPU kernel
+    was seen."""
     options = ProfileOptions()
     options.python_tracer_level = 0  # a line for each Python call would be most of the file
     with tempfile.TemporaryDirectory(prefix="jspeed-profile-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             call()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        return read(ProfileData.from_file(str(files[0]))) if files else "no kernel table: the profiler wrote no file"
+        return (
+            read(ProfileData.from_file(str(files[0])))
+            if files
+            else "no kernel table: the profiler wrote no file"
+        )
 
 
 def read(data: ProfileData) -> Profile | str:
-    """Add up the kernels of the first GPU in a profile, copies included; or the reason why there are none."""
-    planes = sorted((plane for plane in data.planes if plane.name.startswith("/device:GPU:")), key=lambda p: p.name)
+    """Add up the kernels of the first GPU in a profile, copies included; or the reason why there
+    are none."""
+    planes = sorted(
+        (plane for plane in data.planes if plane.name.startswith("/device:GPU:")),
+        key=lambda p: p.name,
+    )
     if not planes:
         return "no kernel table: the profile has no GPU in it"
     # Other lines of the plane repeat the same time by HLO operation, module or step.
-    events = [event for line in planes[0].lines if line.name.startswith("Stream") for event in line.events]
+    events = [
+        event for line in planes[0].lines if line.name.startswith("Stream") for event in line.events
+    ]
     if not events:
-        return "no kernel table: the profile has a GPU but no kernels; may this user read the GPU's counters (CUPTI)?"
+        return (
+            "no kernel table: the profile has a GPU but no kernels; may this user read the GPU's"
+            " counters (CUPTI)?"
+        )
     calls: defaultdict[str, int] = defaultdict(int)
     spent: defaultdict[str, float] = defaultdict(float)
     by_operation: defaultdict[str, float] = defaultdict(float)
-    with warnings.catch_warnings():  # JAX 0.12 on Python 3.13: its type of stats has no module; as an error it aborts
+    # JAX 0.12 on Python 3.13: its type of stats has no module; as an error it aborts
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for event in events:
             calls[event.name] += 1
@@ -69,9 +86,14 @@ def read(data: ProfileData) -> Profile | str:
             by_operation[str(dict(event.stats).get("hlo_op", ""))] += event.duration_ns / 1e6
     total = sum(spent.values())
     longest = sorted(spent, key=lambda name: -spent[name])[:TOP]
-    rows = [Kernel(name, calls[name], spent[name], spent[name] / total if total else 0.0) for name in longest]
+    rows = [
+        Kernel(name, calls[name], spent[name], spent[name] / total if total else 0.0)
+        for name in longest
+    ]
     spans = [(event.start_ns, event.start_ns + event.duration_ns) for event in events]
-    return Profile(planes[0].name.strip(), rows, len(spent), total, covered(spans) / 1e6, by_operation)
+    return Profile(
+        planes[0].name.strip(), rows, len(spent), total, covered(spans) / 1e6, by_operation
+    )
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

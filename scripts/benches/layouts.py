@@ -1,4 +1,5 @@
-"""``jspeed bench layouts``: which layouts each recipe takes, as check_layout says: the table of docs/recipes.md."""
+"""``jspeed bench layouts``: which layouts each recipe takes, as check_layout says: the table of
+docs/recipes.md."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +14,9 @@ from jspeed.recipe_names import known_recipes
 from jspeed.run.find_recipe import find
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-MARKED = re.compile("(<!-- layouts: made by scripts/bench.py layouts -->\n).*(<!-- /layouts -->)", re.DOTALL)
+MARKED = re.compile(
+    "(<!-- layouts: made by scripts/bench.py layouts -->\n).*(<!-- /layouts -->)", re.DOTALL
+)
 SIZES = range(2, 9)  # of the axis that a layout shards over
 
 
@@ -31,16 +34,24 @@ def layouts(write: bool = False) -> None:
 
 
 def with_table(page: str, made: str) -> str:
-    """Return ``page`` with the table ``made`` between its markers. Raises BadInput where they are missing."""
+    """Return ``page`` with the table ``made`` between its markers. Raises BadInput where they are
+    missing."""
     if not MARKED.search(page):
-        raise BadInput(f"{PAGE} lacks the markers that {MARKED.pattern} looks for; put them where the table belongs")
+        raise BadInput(
+            f"{PAGE} lacks the markers that {MARKED.pattern} looks for; put them where the table"
+            " belongs"
+        )
     return MARKED.sub(lambda found: f"{found[1]}{made}\n{found[2]}", page)
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Return the table as Markdown, its reasons below it: a recipe takes a layout and endings if it takes each."""
+    """Return the table as Markdown, its reasons below it: a recipe takes a layout and endings if it
+    takes each."""
     columns = [*LAYOUTS, *MODES]
-    lines = [f"| recipe | {' | '.join(f'`{name}`' for name in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        f"| recipe | {' | '.join(f'`{name}`' for name in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     reasons: list[str] = []
     for recipe in recipes:
         cells = []
@@ -54,7 +65,8 @@ def table(recipes: Iterable[Recipe]) -> str:
 
 
 def answer(recipe: Recipe, layout: str) -> tuple[str, str]:
-    """Return ("yes", or the mesh axis with the first of ``SIZES`` that divides; why ``layout`` is refused)."""
+    """Return ("yes", or the mesh axis with the first of ``SIZES`` that divides; why ``layout`` is
+    refused)."""
     why = ""
     over = {to for to in LAYOUTS.get(layout, LAYOUTS["dp"]).rules.values() if to != "data"}
     for size in SIZES if over else SIZES[:1]:
@@ -64,4 +76,6 @@ def answer(recipe: Recipe, layout: str) -> tuple[str, str]:
             why = why or str(error).partition(";")[0]
             continue
         return ("yes" if size == SIZES[0] else f"{min(over)}={size}"), ""
-    return "", why.removeprefix(f"--layout {layout} ").replace(f"recipe {recipe.name}", "the recipe")
+    return "", why.removeprefix(f"--layout {layout} ").replace(
+        f"recipe {recipe.name}", "the recipe"
+    )

@@ -1,4 +1,5 @@
-"""Benchmark the token loader on synthetic shards, with a pass/fail limit for each performance promise."""
+"""Benchmark the token loader on synthetic shards, with a pass/fail limit for each performance
+promise."""
 
 import json
 import os
@@ -28,7 +29,8 @@ from jspeed.fields import File
 from jspeed.files import write_whole
 
 BOS = 50_256
-# The record's three stages; the tables of documents are larger because these shards have more short documents.
+# The record's three stages; the tables of documents are larger because these shards have more short
+# documents.
 SHAPES = ((16_384, 896, 128), (32_768, 2048, 256), (49_152, 2048, 384))
 
 
@@ -48,10 +50,13 @@ class Row:
 
 
 def write_shards(folder: Path, count: int, tokens: int) -> None:
-    """Write shards whose document lengths are log-normal with FineWeb's median 403 and mean 690, at least 32."""
+    """Write shards whose document lengths are log-normal with FineWeb's median 403 and mean 690, at
+    least 32."""
     rng = np.random.default_rng(0)
     for index in range(count):
-        lengths = np.maximum(32, rng.lognormal(np.log(403), np.sqrt(2 * np.log(690 / 403)), tokens // 400)).astype(int)
+        lengths = np.maximum(
+            32, rng.lognormal(np.log(403), np.sqrt(2 * np.log(690 / 403)), tokens // 400)
+        ).astype(int)
         body = rng.integers(0, BOS, tokens, dtype=np.uint16)
         starts = np.cumsum(lengths) - lengths[0] // 2
         body[starts[starts < tokens]] = BOS
@@ -70,12 +75,15 @@ def write_sparse(folder: Path, count: int) -> None:
 
 
 def parity(shards: Shards, steps: int, **more) -> TokenLoader:
-    """The loader of the record: eight lanes of documents in three stages of ``steps`` batches each."""
+    """The loader of the record: eight lanes of documents in three stages of ``steps`` batches
+    each."""
     schedule = [Stage(steps, *shape) for shape in SHAPES]
     return TokenLoader(shards, align="bos", bos_id=BOS, schedule=schedule, epochs=None, **more)
 
 
-def median(times: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+def median(
+    times: int, work: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> float:
     """Median wall time of ``work`` in milliseconds; ``before`` is not counted."""
     took = []
     for _ in range(times):
@@ -103,7 +111,10 @@ def first_batch(folder: Path, times: int) -> Iterator[Row]:
     work()
     yield Row("first batch after open, warm", median(times, work), "ms", 1)
     yield Row(
-        "first batch after open, cold", median(max(5, times // 5), work, lambda: drop_page_cache(folder)), "ms", 20
+        "first batch after open, cold",
+        median(max(5, times // 5), work, lambda: drop_page_cache(folder)),
+        "ms",
+        20,
     )
 
 
@@ -113,7 +124,10 @@ def opening(folder: Path) -> Iterator[Row]:
     paths = sorted(folder.iterdir())
     for count, below in (103, 10), (1030, 100):
         yield Row(
-            f"open and validate {count} shards of 200 MB", median(9, partial(open_shards, paths[:count])), "ms", below
+            f"open and validate {count} shards of 200 MB",
+            median(9, partial(open_shards, paths[:count])),
+            "ms",
+            below,
         )
 
 
@@ -125,7 +139,9 @@ def work(shards: Shards, steps: int) -> Iterator[Row]:
             began = time.process_time()
             tokens = sum(batch.inputs.size for batch in loader)
             took.append(1e3 * (time.process_time() - began) / (tokens / 1e6))
-    yield Row("CPU time per 1M trained tokens, 8 lanes", statistics.median(took), "ms", 1.5, "median of 5")
+    yield Row(
+        "CPU time per 1M trained tokens, 8 lanes", statistics.median(took), "ms", 1.5, "median of 5"
+    )
 
 
 def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
@@ -143,7 +159,13 @@ def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
     against = f"{steps} steps of {1e3 * seconds:.0f} ms, depth 2"
     yield Row("wait per step, p50", float(p50), "ms", 0.05, against)
     yield Row("wait per step, p99", float(p99), "ms", 0.5, against)
-    yield Row("wait, sum", sum(waits), "ms", 50, f"longest {max(waits):.2f} ms, queue found empty {empty} times")
+    yield Row(
+        "wait, sum",
+        sum(waits),
+        "ms",
+        50,
+        f"longest {max(waits):.2f} ms, queue found empty {empty} times",
+    )
 
 
 def resuming(shards: Shards, steps: int) -> Iterator[Row]:
@@ -162,12 +184,19 @@ def resuming(shards: Shards, steps: int) -> Iterator[Row]:
 
     resume(states[0], True)
     without = [median(15, partial(resume, state, False)) for state in states]
-    inner = [state for state in states if int(state["step"]) < steps]  # of one stage, so that batches are of one size
+    # of one stage, so that batches are of one size
+    inner = [state for state in states if int(state["step"]) < steps]
     with_read = [median(15, partial(resume, state, True)) for state in inner]
     at = f"steps {states[0]['step']} to {states[-1]['step']}"
     yield Row("resume, worst step", max(without), "ms", 1, at)
     yield Row("resume, worst over best step", max(without) / min(without), "x", None, at)
-    yield Row("resume and first batch, worst step", max(with_read), "ms", None, f"to step {inner[-1]['step']}")
+    yield Row(
+        "resume and first batch, worst step",
+        max(with_read),
+        "ms",
+        None,
+        f"to step {inner[-1]['step']}",
+    )
 
 
 def megabytes(field: str) -> float:
@@ -191,7 +220,8 @@ def memory(shards: Shards) -> Iterator[Row]:
 
 
 def masks(times: int) -> Iterator[Row]:
-    """Seconds to build the canonical mask of GPT-2's vocabulary, which tiktoken must have or be able to fetch."""
+    """Seconds to build the canonical mask of GPT-2's vocabulary, which tiktoken must have or be
+    able to fetch."""
     pairs = gpt2_byte_pairs()
     began = time.process_time()
     took = median(times, partial(canonical_mask, pairs, 50_304)) / 1e3
@@ -201,7 +231,8 @@ def masks(times: int) -> Iterator[Row]:
 
 
 def memmap(shards: Shards, steps: int) -> Iterator[np.ndarray]:
-    """The same batches from np.memmap: an index of each shard's document starts, slices, concatenations."""
+    """The same batches from np.memmap: an index of each shard's document starts, slices,
+    concatenations."""
     todo = [shape for shape in SHAPES for _ in range(steps)]
     while True:
         for path in shards.paths:
@@ -237,12 +268,17 @@ def torch_loader(shards: Shards, steps: int) -> Iterator[object] | None:
         def __iter__(self):
             return map(torch.from_numpy, memmap(shards, steps))
 
-    return iter(torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1, prefetch_factor=2))
+    return iter(
+        torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1, prefetch_factor=2)
+    )
 
 
 def against_others(shards: Shards, steps: int) -> Iterator[Row]:
-    """Throughput in tokens a second, and over that of a NumPy memmap generator and of torch's DataLoader."""
-    for batch, tokens in islice(zip(parity(shards, steps), memmap(shards, steps), strict=True), 3 * steps):
+    """Throughput in tokens a second, and over that of a NumPy memmap generator and of torch's
+    DataLoader."""
+    for batch, tokens in islice(
+        zip(parity(shards, steps), memmap(shards, steps), strict=True), 3 * steps
+    ):
         assert np.array_equal(batch.tokens, tokens), "the two do not follow the same rules"
 
     def rate(batches: Iterator[object]) -> float:
@@ -253,17 +289,37 @@ def against_others(shards: Shards, steps: int) -> Iterator[Row]:
 
     ours = statistics.median(rate(parity(shards, steps)) for _ in range(3))
     theirs = statistics.median(rate(memmap(shards, steps)) for _ in range(3))
-    yield Row("throughput without a consumer", ours, "M tokens/s", None, f"{3 * steps} batches, median of 3")
-    yield Row("rate over a NumPy memmap generator's", ours / theirs, "x", None, f"it makes {theirs:.0f} M tokens/s")
+    yield Row(
+        "throughput without a consumer",
+        ours,
+        "M tokens/s",
+        None,
+        f"{3 * steps} batches, median of 3",
+    )
+    yield Row(
+        "rate over a NumPy memmap generator's",
+        ours / theirs,
+        "x",
+        None,
+        f"it makes {theirs:.0f} M tokens/s",
+    )
     if batches := torch_loader(shards, steps):
-        yield Row("rate over a torch DataLoader's", ours / rate(batches), "x", None, "one worker, the same generator")
+        yield Row(
+            "rate over a torch DataLoader's",
+            ours / rate(batches),
+            "x",
+            None,
+            "one worker, the same generator",
+        )
 
 
 def show(rows: list[Row]) -> None:
     """Print the rows, each with its limit."""
     table = Table(box=None, pad_edge=False)
     for name in ("what", "measured", "must be", "", ""):
-        table.add_column(name, justify="right" if name in ("measured", "must be") else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if name in ("measured", "must be") else "left", no_wrap=True
+        )
     for row in rows:
         mark = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: ""}[row.passed]
         bound = "" if row.below is None else f"< {row.below:g} {row.unit}"
@@ -272,7 +328,8 @@ def show(rows: list[Row]) -> None:
 
 
 def loader(json_: File | None = None, quick: bool = False) -> int:
-    """Measure the token loader on synthetic shards in a temporary folder; exit code 1 when a gate does not hold.
+    """Measure the token loader on synthetic shards in a temporary folder; exit code 1 when a gate
+    does not hold.
 
     Args:
         json_: Also write the rows and the machine to this file.
@@ -302,7 +359,15 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
         say(f"note: no row of the canonical mask: {error}")
     show(rows)
     if json_:
-        machine = {"cpus": cores(), "machine": platform.machine(), "python": platform.python_version()}
-        content = {"machine": machine, "quick": quick, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}
+        machine = {
+            "cpus": cores(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        }
+        content = {
+            "machine": machine,
+            "quick": quick,
+            "rows": [asdict(row) | {"passed": row.passed} for row in rows],
+        }
         write_whole(json_, json.dumps(content, indent=1) + "\n")
     return int(any(row.passed is False for row in rows))

@@ -24,7 +24,10 @@ from jspeed.run.find_recipe import find
 from jspeed.run.setup import data_folder
 
 # nanoGPT's README, "I only have a macbook": about 3 minutes there, and a validation loss of 1.88.
-SETTING = "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
+SETTING = (
+    "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4"
+    " --n_head=4 "
+)
 SETTING += "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 NANOGPT = "nanoGPT"
 TARGET = 1.88  # nats per character, on the last tenth
@@ -32,13 +35,17 @@ STEP = re.compile(r"iter (\d+): loss \S+, time (\S+)ms")
 VALIDATION = re.compile(r"step (\d+): train loss \S+, val loss (\S+)")
 
 
-def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: int, json_file: Path | None) -> int:
-    """Train ``recipes`` and nanoGPT in turn, ``rounds`` times each, and print the loss and seconds of each.
+def contest(
+    recipes: Sequence[str], folder: Path, python: Path | None, rounds: int, json_file: Path | None
+) -> int:
+    """Train ``recipes`` and nanoGPT in turn, ``rounds`` times each, and print the loss and seconds
+    of each.
 
-    nanoGPT's programs are copied from ``folder`` and see the recipes' own characters; ``python`` (default: this one)
-    has PyTorch. Its seconds are those of all its steps, with the median step in place of each that evaluated; they end
-    with the first evaluation at the target, or with the last step. Returns 0 if every run of the first recipe reached
-    the target, else 1. Raises :class:`BadInput` if one of them cannot run.
+    nanoGPT's programs are copied from ``folder`` and see the recipes' own characters; ``python``
+    (default: this one) has PyTorch. Its seconds are those of all its steps, with the median step in
+    place of each that evaluated; they end with the first evaluation at the target, or with the last
+    step. Returns 0 if every run of the first recipe reached the target, else 1. Raises
+    :class:`BadInput` if one of them cannot run.
     """
     data = data_folder(find(recipes[0]).recipe, None)
     found: dict[str, list[dict[str, float]]] = {NANOGPT: [], **{recipe: [] for recipe in recipes}}
@@ -48,12 +55,23 @@ def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: i
             for who in list(found)[:: 1 if number % 2 else -1]:
                 if who == NANOGPT:
                     found[who].append(their_run(copy, python or Path(sys.executable)))
-                    print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**found[who][-1]), flush=True)
+                    print(
+                        "nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(
+                            **found[who][-1]
+                        ),
+                        flush=True,
+                    )
                 else:
-                    run = our_run(who, data, Path(place) / f"{Path(who).stem}-{number}", number, {}, ())
+                    run = our_run(
+                        who, data, Path(place) / f"{Path(who).stem}-{number}", number, {}, ()
+                    )
                     loss = or_nan(run["val_loss"])
-                    found[who].append({"seconds": run["timed_seconds"], "loss": loss, "steps": run["steps"]})
-    seconds = {who: statistics.median(run["seconds"] for run in runs) for who, runs in found.items()}
+                    found[who].append(
+                        {"seconds": run["timed_seconds"], "loss": loss, "steps": run["steps"]}
+                    )
+    seconds = {
+        who: statistics.median(run["seconds"] for run in runs) for who, runs in found.items()
+    }
     reached = {who: sum(run["loss"] <= TARGET for run in runs) for who, runs in found.items()}
     rows = [
         [
@@ -66,7 +84,10 @@ def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: i
         for who, runs in found.items()
     ]
     title = f"medians of n={rounds}, seconds of training alone; target {TARGET} nats per character"
-    print_table(Console(highlight=False), Table(title, ("", "timed s", "nanoGPT's / its", "loss", "reached it"), rows))
+    print_table(
+        Console(highlight=False),
+        Table(title, ("", "timed s", "nanoGPT's / its", "loss", "reached it"), rows),
+    )
     if json_file:
         content = {"setting": SETTING, "target": TARGET, "runs": found, "seconds": seconds}
         write_whole(json_file, json.dumps(content, indent=1) + "\n")
@@ -74,17 +95,22 @@ def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: i
 
 
 def nanogpt(folder: Path, data: Path, copy: Path) -> Path:
-    """Copy nanoGPT's programs and write the characters of ``data`` as they read them; returns the copy's folder."""
+    """Copy nanoGPT's programs and write the characters of ``data`` as they read them; returns the
+    copy's folder."""
     copy.mkdir()
     for name in ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py"):
         if not (folder / name).is_file():
-            raise BadInput(f"--versus {folder}: has no {name}; give the folder of a clone of karpathy/nanoGPT")
+            raise BadInput(
+                f"--versus {folder}: has no {name}; give the folder of a clone of karpathy/nanoGPT"
+            )
         (copy / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, copy / name)
     characters = copy / "data" / "shakespeare_char"
     characters.mkdir(parents=True)
     for split in ("train", "val"):
-        parts = [np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in find_split(data, split).paths]
+        parts = [
+            np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in find_split(data, split).paths
+        ]
         np.concatenate(parts).tofile(characters / f"{split}.bin")
     (characters / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
     return copy
@@ -99,11 +125,15 @@ def their_run(folder: Path, python: Path) -> dict[str, float]:
     if done.returncode or not steps or not found:
         said = (done.stderr.strip() or "nothing").splitlines()[-1]
         raise BadInput(
-            f"nanoGPT ended with exit code {done.returncode} and said: {said}; give a Python that has PyTorch and "
-            "NumPy with --python FILE"
+            f"nanoGPT ended with exit code {done.returncode} and said: {said}; give a Python that"
+            " has PyTorch and NumPy with --python FILE"
         )
     evaluated = {number for number, _ in found}
-    usual = statistics.median(seconds for number, seconds in steps.items() if number not in evaluated)
+    usual = statistics.median(
+        seconds for number, seconds in steps.items() if number not in evaluated
+    )
     last, loss = next(((number, loss) for number, loss in found if loss <= TARGET), found[-1])
-    seconds = sum(usual if number in evaluated else spent for number, spent in steps.items() if number < last)
+    seconds = sum(
+        usual if number in evaluated else spent for number, spent in steps.items() if number < last
+    )
     return {"seconds": seconds, "loss": loss, "steps": last}

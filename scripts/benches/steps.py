@@ -1,4 +1,5 @@
-"""Time the training step of one recipe on the devices at hand, stage by stage; ``jspeed bench gpu`` prints the rows."""
+"""Time the training step of one recipe on the devices at hand, stage by stage; ``jspeed bench gpu``
+prints the rows."""
 
 import dataclasses
 import itertools
@@ -100,8 +101,9 @@ def measure_stage(
     state: State | None = None,
     device: Device | None = None,
 ) -> tuple[Row, list[str], State]:
-    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps, the last state).
-    ``device``: what a preflight has found, in place of what these devices should have."""
+    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps,
+    the last state). ``device``: what a preflight has found, in place of what these devices should
+    have."""
     mesh, stage, best = setting.mesh, recipe.stages[index], peak_flops(setting.mesh)
     device = device or device_of(mesh, setting.attention, recipe=recipe)
     began = now()
@@ -112,7 +114,9 @@ def measure_stage(
     compile_seconds = now() - began
     if state is None:
         _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
-        init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
+        init = jax.jit(
+            lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings
+        )
         state = init(jax.device_put(np.uint32(1), replicated(mesh)))
     before = peak_bytes(mesh)
     state, timing = run(steps, state, recipe, stage, setting)
@@ -141,7 +145,8 @@ def measure_stage(
         flops_per_token=flops,
         mfu=flops * rate / (mesh.size * best) if best else None,
         memory_needed=max(memory_needed(step) for step in steps),
-        # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
+        # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is
+        # this stage's.
         memory_peak=most if most and most > (before or 0) else None,
         data_wait_ms=1e3 * timing.wait if setting.shards else None,
         loss=timing.loss,
@@ -151,12 +156,16 @@ def measure_stage(
 
 
 def run(
-    steps: Sequence[Callable[[State, jax.Array], Any]], state: State, recipe: Recipe, stage: Stage, setting: Settings
+    steps: Sequence[Callable[[State, jax.Array], Any]],
+    state: State,
+    recipe: Recipe,
+    stage: Stage,
+    setting: Settings,
 ) -> tuple[State, Timing]:
     """Run steps and return (the last state, what was measured).
 
-    Where a recipe's steps take turns, all of a period are run and profiled together, and their time is divided by
-    their number.
+    Where a recipe's steps take turns, all of a period are run and profiled together, and their time
+    is divided by their number.
     """
     rows = batch_rows(setting.mesh)
     loader = None
@@ -168,7 +177,11 @@ def run(
         resident = jax.device_put(synthetic(recipe, stage), rows)
 
     def placed(batch: Any) -> jax.Array:
-        return put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows) if loader else resident
+        return (
+            put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
+            if loader
+            else resident
+        )
 
     def one() -> dict[str, jax.Array]:
         nonlocal state
@@ -202,15 +215,24 @@ def run(
 
 
 def synthetic(recipe: Recipe, stage: Stage, seed: int = 0) -> np.ndarray:
-    """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's (log-normal, median
-    403, mean 690); one starts each lane."""
+    """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's
+    (log-normal, median 403, mean 690); one starts each lane."""
     rng = np.random.default_rng(seed)
-    tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
-    vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
+    tables = [
+        (spec, axis)
+        for _, spec in leaves(recipe.parameters)
+        for axis in ("token", "vocab")
+        if axis in spec.axes
+    ]
+    vocab = min(
+        [recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)]
+    )
     tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=recipe.data.dtype)
     tokens[tokens == recipe.data.bos_id] = (recipe.data.bos_id + 1) % vocab
     for lane in tokens:
-        lengths = rng.lognormal(math.log(403), math.sqrt(2 * math.log(690 / 403)), stage.lane_len // 32 + 1)
+        lengths = rng.lognormal(
+            math.log(403), math.sqrt(2 * math.log(690 / 403)), stage.lane_len // 32 + 1
+        )
         lengths = np.clip(lengths, 32, stage.max_doc_len).astype(int)
         starts = np.append(0, np.cumsum(lengths))[: stage.max_docs]
         lane[starts[starts < stage.lane_len]] = recipe.data.bos_id
@@ -223,12 +245,18 @@ def stages_to_measure(stages: int) -> list[int]:
 
 
 def peak_flops(mesh: Mesh) -> float | None:
-    """Peak dense bf16 FLOP/s of one device, or None for a kind that is no target of ``jspeed plan``."""
+    """Peak dense bf16 FLOP/s of one device, or None for a kind that is no target of ``jspeed
+    plan``."""
     sheet = data_sheet_of(mesh.devices.flat[0].device_kind)
     return sheet.peak_flops["bf16"] if sheet else None
 
 
 def peak_bytes(mesh: Mesh) -> int | None:
-    """The most bytes that were in use at once on a device since the process began, where the allocator counts them."""
+    """The most bytes that were in use at once on a device since the process began, where the
+    allocator counts them."""
     stats = [device.memory_stats() for device in mesh.local_devices]
-    return max(s["peak_bytes_in_use"] for s in stats) if all(s and "peak_bytes_in_use" in s for s in stats) else None
+    return (
+        max(s["peak_bytes_in_use"] for s in stats)
+        if all(s and "peak_bytes_in_use" in s for s in stats)
+        else None
+    )

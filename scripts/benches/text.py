@@ -1,4 +1,5 @@
-"""Benchmark tokenisation against a plain tiktoken loop, and generation with and without the KV cache."""
+"""Benchmark tokenisation against a plain tiktoken loop, and generation with and without the KV
+cache."""
 
 import itertools
 import statistics
@@ -30,10 +31,12 @@ Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
 
 
 def tokenise(inputs: Texts, processes: Count = 2, rounds: Count = 5) -> None:
-    """Tokens a second of prepare.py's tokenising and of a plain loop over tiktoken's encode_ordinary.
+    """Tokens a second of prepare.py's tokenising and of a plain loop over tiktoken's
+    encode_ordinary.
 
-    Both read the same files, take each document's text from them and write its tokens to disk; neither is charged for
-    starting Python or loading the vocabulary: processes are started and have tokenised once before the clock starts.
+    Both read the same files, take each document's text from them and write its tokens to disk;
+    neither is charged for starting Python or loading the vocabulary: processes are started and have
+    tokenised once before the clock starts.
 
     Args:
         inputs: Text files, as prepare.py text takes them.
@@ -71,7 +74,10 @@ def tokenise(inputs: Texts, processes: Count = 2, rounds: Count = 5) -> None:
         for _ in range(rounds):
             tokens, seconds = timed(lambda: plain(folder))
             rates["plain"].append(tokens / seconds)
-            (once, first), (several, longer) = timed(lambda: ours(folder, 1)), timed(lambda: ours(folder, 5))
+            (once, first), (several, longer) = (
+                timed(lambda: ours(folder, 1)),
+                timed(lambda: ours(folder, 5)),
+            )
             rates["ours"].append((several - once) / (longer - first))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"{tokens:,} tokens, {rounds} rounds of each in turn, medians")
@@ -80,17 +86,24 @@ def tokenise(inputs: Texts, processes: Count = 2, rounds: Count = 5) -> None:
     print(f"ratio                          {medians['ours'] / medians['plain']:6.2f}")
 
 
-def generate(recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256, rounds: Count = 3) -> None:
-    """Tokens a second of greedy generation with the cache, and with a whole forward pass for each token.
+def generate(
+    recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256, rounds: Count = 3
+) -> None:
+    """Tokens a second of greedy generation with the cache, and with a whole forward pass for each
+    token.
 
     Args:
         recipe: Whose model to use, with random parameters.
         positions: Length of the text, all of it generated.
         rounds: Measurements of each, in turn; medians are printed.
     """
-    loaded = find(recipe, [f"LANE_LEN={positions}", f"EVAL_LEN={positions}", f"EVAL_TOKENS={positions}"])
+    loaded = find(
+        recipe, [f"LANE_LEN={positions}", f"EVAL_LEN={positions}", f"EVAL_TOKENS={positions}"]
+    )
     params = init_parameters(loaded.recipe.parameters, jax.random.key(0))
-    params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
+    params = jax.tree.map(
+        lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params
+    )
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     facts: TokenizerFacts = {**bytes_tokenizer().facts, "bos_id": None}
     generator = Generator(Model(loaded, params, mesh, facts), 1, Sampling(0.0))
@@ -110,7 +123,10 @@ def generate(recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256
             tokens[0, place + 1] = whole(params, tokens, place)
         return tokens[0, 1:].tolist()
 
-    methods: dict[str, Callable[[], list[int]]] = {"with the cache": cached, "whole forward passes": forwards}
+    methods: dict[str, Callable[[], list[int]]] = {
+        "with the cache": cached,
+        "whole forward passes": forwards,
+    }
     same = [method() for method in methods.values()]  # also compiles
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
@@ -118,7 +134,8 @@ def generate(recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256
             seconds[name].append(timed(method)[1])
     medians = [statistics.median(values) for values in seconds.values()]
     print(
-        f"{recipe}, {positions} positions, {rounds} rounds of each in turn, medians; same tokens: {same[0] == same[1]}"
+        f"{recipe}, {positions} positions, {rounds} rounds of each in turn, medians; same tokens:"
+        f" {same[0] == same[1]}"
     )
     for name, median in zip(methods, medians, strict=True):
         print(f"{name:<22}{(positions - 1) / median:8.0f} tokens/s")

@@ -1,4 +1,5 @@
-"""Loss against training seconds: jspeed and another training program on the same tokens, in turn."""
+"""Loss against training seconds: jspeed and another training program on the same tokens, in
+turn."""
 
 import json
 import math
@@ -22,7 +23,8 @@ from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
-# A validation in modded-nanogpt's log: step:125/1770 val_loss:4.6549 train_time:12345ms step_avg:98.76ms
+# A validation in modded-nanogpt's log: step:125/1770 val_loss:4.6549 train_time:12345ms
+# step_avg:98.76ms
 VALIDATION = re.compile(r"step:(\d+)/\d+\s+val_loss:(\S+)\s+train_time:(\d+)ms")
 LEVELS = (7.0, 6.0, 5.0, 4.5, 4.2, 4.0, 3.8, 3.7, 3.6, 3.5, 3.45, 3.4, 3.35, 3.3, 3.28)
 Curve = list[tuple[int, float, float]]  # step, training seconds, validation loss
@@ -40,8 +42,8 @@ def race(
 ) -> int:
     """Run ``rounds`` trainings of both (ours theirs, theirs ours, ...) and compare their curves.
 
-    ``flags`` are more flags of speedrun.py; None leaves one out. Raises :class:`BadInput` when one of the two
-    fails or leaves no curve.
+    ``flags`` are more flags of speedrun.py; None leaves one out. Raises :class:`BadInput` when one
+    of the two fails or leaves no curve.
     """
     curves: dict[str, list[Curve]] = {"ours": [], "theirs": []}
     target = title = None
@@ -53,18 +55,32 @@ def race(
                     curves[who].append(their_curve(command, data))
                     continue
                 run = our_run(recipe, data, Path(folder) / str(number), number + 1, flags, sets)
-                curves[who].append([(p["step"], p["timed_seconds"], or_nan(p["val_loss"])) for p in run["curve"]])
-                target, title = run["target_loss"], f"{run['recipe']} against {command[:40]}, {run['devices']['kind']}"
+                curves[who].append(
+                    [(p["step"], p["timed_seconds"], or_nan(p["val_loss"])) for p in run["curve"]]
+                )
+                target, title = (
+                    run["target_loss"],
+                    f"{run['recipe']} against {command[:40]}, {run['devices']['kind']}",
+                )
     needed = compare(curves["ours"], curves["theirs"])
     console = Console(highlight=False, width=150)
     for number in range(rounds):
-        print_table(console, curve_table(f"round {number + 1}", curves["ours"][number], curves["theirs"][number]))
+        print_table(
+            console,
+            curve_table(f"round {number + 1}", curves["ours"][number], curves["theirs"][number]),
+        )
     if needed:
         print_table(console, needed_table(needed, rounds))
     else:
         console.print("there is no loss that both reached")
     if json_file:
-        content = {"recipe": recipe, "command": command, "sets": list(sets), "curves": curves, "needed": needed}
+        content = {
+            "recipe": recipe,
+            "command": command,
+            "sets": list(sets),
+            "curves": curves,
+            "needed": needed,
+        }
         write_whole(json_file, json.dumps(content, indent=1) + "\n")
     if svg_file:
         name = {"ours": "jspeed", "theirs": "theirs"}
@@ -73,15 +89,33 @@ def race(
             for who in curves
             for number, curve in enumerate(curves[who], 1)
         }
-        loss_plot.curves_svg(svg_file, points, target, title or recipe, "training seconds, each by its own clock")
+        loss_plot.curves_svg(
+            svg_file, points, target, title or recipe, "training seconds, each by its own clock"
+        )
     return 0
 
 
 def our_run(
-    recipe: str, data: Path | None, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
+    recipe: str,
+    data: Path | None,
+    run_dir: Path,
+    seed: int,
+    flags: Mapping[str, object],
+    sets: Sequence[str],
 ) -> Run:
-    """Train ``recipe`` with speedrun.py, on its own data without ``data``, and return its run.json."""
-    words = [sys.executable, SPEEDRUN, recipe, "--run-dir", run_dir, "--seed", seed, "--no-progress", "--no-sample"]
+    """Train ``recipe`` with speedrun.py, on its own data without ``data``, and return its
+    run.json."""
+    words = [
+        sys.executable,
+        SPEEDRUN,
+        recipe,
+        "--run-dir",
+        run_dir,
+        "--seed",
+        seed,
+        "--no-progress",
+        "--no-sample",
+    ]
     for flag, value in {"--data": data, **flags}.items():
         words += [] if value is None else [flag, value]
     words += ["--set", *sets] if sets else []
@@ -102,23 +136,29 @@ def their_curve(command: str, data: Path) -> Curve:
     folder = str(data.resolve())
     environment = os.environ | {"JSPEED_DATA": folder, "DATA_PATH": folder}
     curve: Curve = []
-    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, shell=True, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         for line in process.stdout or ():
             if point := parse(line):
                 curve.append(point)
                 print(line.strip(), flush=True)
     if process.returncode:
-        raise BadInput(f"--versus {command}: ended with exit code {process.returncode}; see its message above")
+        raise BadInput(
+            f"--versus {command}: ended with exit code {process.returncode}; see its message above"
+        )
     if not curve:
         raise BadInput(
-            f"--versus {command}: printed no validation that can be read; expected modded-nanogpt's log on standard "
-            "output, with lines like 'step:125/1770 val_loss:4.6549 train_time:12345ms step_avg:98.76ms'"
+            f"--versus {command}: printed no validation that can be read; expected modded-nanogpt's"
+            " log on standard output, with lines like 'step:125/1770 val_loss:4.6549"
+            " train_time:12345ms step_avg:98.76ms'"
         )
     return curve
 
 
 def parse(line: str) -> tuple[int, float, float] | None:
-    """Read (step, seconds, loss) from a line of modded-nanogpt's log; None for a line that is no validation."""
+    """Read (step, seconds, loss) from a line of modded-nanogpt's log; None for a line that is no
+    validation."""
     found = VALIDATION.search(line)
     try:
         return (int(found[1]), int(found[3]) / 1e3, float(found[2])) if found else None
@@ -127,11 +167,16 @@ def parse(line: str) -> tuple[int, float, float] | None:
 
 
 def first_at(points: Iterable[tuple[float, float]], loss: float) -> float | None:
-    """The x of (x, loss) ``points`` at which they first reach ``loss``, linear between two; None if they never do."""
+    """The x of (x, loss) ``points`` at which they first reach ``loss``, linear between two; None if
+    they never do."""
     before: tuple[float, float] | None = None
     for x, value in points:
         if value <= loss:
-            return before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - value) if before else x
+            return (
+                before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - value)
+                if before
+                else x
+            )
         if math.isfinite(value):
             before = x, value
     return None
@@ -157,7 +202,14 @@ def compare(ours: list[Curve], theirs: list[Curve]) -> list[dict[str, float]]:
     rows = []
     for loss in (*(level for level in LEVELS if lowest < level < start), lowest):
         mine, other = (median_seconds(curves, loss) for curves in (ours, theirs))
-        rows.append({"loss": loss, "ours": mine, "theirs": other, "ratio": other / mine if mine else math.nan})
+        rows.append(
+            {
+                "loss": loss,
+                "ours": mine,
+                "theirs": other,
+                "ratio": other / mine if mine else math.nan,
+            }
+        )
     return rows
 
 
@@ -175,6 +227,9 @@ def curve_table(title: str, ours: Curve, theirs: Curve) -> Table:
 
 def needed_table(needed: list[dict[str, float]], rounds: int) -> Table:
     """Seconds to each common loss; a ratio above 1 says that the other program takes longer."""
-    rows = [[f"{r['loss']:.4f}", f"{r['ours']:.1f}", f"{r['theirs']:.1f}", f"{r['ratio']:.2f}"] for r in needed]
+    rows = [
+        [f"{r['loss']:.4f}", f"{r['ours']:.1f}", f"{r['theirs']:.1f}", f"{r['ratio']:.2f}"]
+        for r in needed
+    ]
     title = f"seconds to a loss, median of n={rounds}, each by its own clock; ratio: theirs to ours"
     return Table(title, ("loss", "ours", "theirs", "ratio"), rows)

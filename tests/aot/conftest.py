@@ -1,4 +1,5 @@
-"""AOT compilation for absent GPUs. Skipped without JAX's CUDA plugin, except under ``make test-aot``."""
+"""AOT compilation for absent GPUs. Skipped without JAX's CUDA plugin, except under ``make
+test-aot``."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ def h100(plugin: None) -> Iterator[Target]:
 
 @pytest.fixture(scope="session")
 def mesh(h100: Target) -> Callable[[int], Mesh]:
-    """``mesh(devices)``: that many H100s on one ``data`` axis; built once each, for it takes a second."""
+    """``mesh(devices)``: that many H100s on one ``data`` axis; built once each, for it takes a
+    second."""
     meshes: dict[int, Mesh] = {}
 
     def build(devices: int) -> Mesh:

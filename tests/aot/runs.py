@@ -1,4 +1,5 @@
-"""Helper: the programs of a run at full size, compiled exactly as a run on these devices compiles them."""
+"""Helper: the programs of a run at full size, compiled exactly as a run on these devices compiles
+them."""
 
 from jax.sharding import Mesh
 
@@ -19,4 +20,6 @@ def device_for(found: LoadedRecipe, mesh: Mesh) -> Device:
 def step_of_a_run(mesh: Mesh, name: str, number: int = -1, phase: int = -1) -> Attempt:
     """The step of a stage, by its number, whose number is ``phase`` modulo the recipe's period."""
     found = find(name)
-    return program.fit(found.recipe, place(found.recipe, mesh, "zero1", device_for(found, mesh)), number, phase)
+    return program.fit(
+        found.recipe, place(found.recipe, mesh, "zero1", device_for(found, mesh)), number, phase
+    )

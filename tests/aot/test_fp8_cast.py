@@ -47,7 +47,8 @@ def test_a_cast_is_one_kernel_without_spills(mesh, case):
     found = cost.kernels(text)
     assert sum(kernel.bytes for kernel in found if kernel.instruction.name != calls[0].name) < 1000
     n, m = CASES[case][1][0][0]
-    assert sum(kernel.bytes for kernel in found) == pytest.approx(n * m * 4, rel=1e-3)  # a byte each copy
+    # a byte each copy
+    assert sum(kernel.bytes for kernel in found) == pytest.approx(n * m * 4, rel=1e-3)
 
 
 def own_matmul(x_ND, w_VD, largest, g_NV):
@@ -58,7 +59,9 @@ def own_matmul(x_ND, w_VD, largest, g_NV):
 
 def own_mlp(x_BTD, up_DF, down_DF, largest_3, g_BTD):
     run = partial(mlp, share=0.5, x_largest=D**0.5, own_kernels=True)
-    y_BTD, pull = jax.vjp(lambda *arrays: run(*arrays[:3], largest=arrays[3]), x_BTD, up_DF, down_DF, largest_3)
+    y_BTD, pull = jax.vjp(
+        lambda *arrays: run(*arrays[:3], largest=arrays[3]), x_BTD, up_DF, down_DF, largest_3
+    )
     return y_BTD, *pull(g_BTD)
 
 
@@ -66,14 +69,16 @@ SMALL = 1024
 AROUND = {
     own_matmul: ([((SMALL, 256), BF16), ((384, 256), BF16), SCALAR, ((SMALL, 384), BF16)], 1, 0, 3),
     own_mlp: (
-        [((1, SMALL, 256), BF16), ((256, 512), BF16), ((256, 512), BF16), ((3,), F32), ((1, SMALL, 256), BF16)], 1, 2, 4
+        [((1, SMALL, 256), BF16), ((256, 512), BF16), ((256, 512), BF16), ((3,), F32), ((1, SMALL,
+        256), BF16)], 1, 2, 4
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("function", AROUND, ids=lambda function: function.__name__)
 def test_no_fp8_activation_is_read_to_be_transposed(mesh, function):
-    """The kernels write all but ``x``, of which XLA makes both forms in one pass; matmuls take them as they are."""
+    """The kernels write all but ``x``, of which XLA makes both forms in one pass; matmuls take them
+    as they are."""
     arguments, casts, fused, matmuls = AROUND[function]
     text = compiled(mesh, function, arguments)
     targets = [call.target for call in custom_calls(text)]
@@ -82,11 +87,19 @@ def test_no_fp8_activation_is_read_to_be_transposed(mesh, function):
     steps = {step.name: step for step in hlo.instructions(text)}
 
     def forms(step):
-        return [array for array in step.arrays if array.dtype.startswith("f8") and SMALL in array.dims]
+        return [
+            array for array in step.arrays if array.dtype.startswith("f8") and SMALL in array.dims
+        ]
 
-    others = [kernel.instruction for kernel in cost.kernels(text) if kernel.instruction.opcode != "custom-call"]
+    others = [
+        kernel.instruction
+        for kernel in cost.kernels(text)
+        if kernel.instruction.opcode != "custom-call"
+    ]
     (rounding,) = [step for step in others if forms(step)]
     assert len(forms(rounding)) == 2
     assert not any(forms(steps[name]) for step in others for name in step.operands)
     # No other pass over the batch is left.
-    assert [step.name for step in others if any(SMALL in array.dims for array in step.arrays)] == [rounding.name]
+    assert [step.name for step in others if any(SMALL in array.dims for array in step.arrays)] == [
+        rounding.name
+    ]

@@ -1,4 +1,5 @@
-"""The step of track3 at full size on eight absent H100s, in every layout: communication and memory of a device."""
+"""The step of track3 at full size on eight absent H100s, in every layout: communication and memory
+of a device."""
 
 import functools
 import math
@@ -33,18 +34,25 @@ def compiled(request, mesh):
 
 @functools.cache
 def compile_step(layout, devices):
-    """Compile the step: (layout, mesh, elements sent by (kind, dtype, shape), bytes of a device's arguments)."""
+    """Compile the step: (layout, mesh, elements sent by (kind, dtype, shape), bytes of a device's
+    arguments)."""
     mesh = make_mesh(MESHES[layout], list(devices.devices.flat))
     device, [stage] = device_of(mesh), RECIPE.stages
     placement = place(RECIPE, mesh, layout, device)
     lowered = program.trace_step(RECIPE, stage, placement, placement.parts[0]).lower()
     step = lowered.compile(compiler_options=compiler.options_for("cuda"))
-    found = Counter((c.kind, a.dtype, a.dims) for c in hlo.collectives(step.as_text()) for a in c.arrays)
+    found = Counter(
+        (c.kind, a.dtype, a.dims) for c in hlo.collectives(step.as_text()) for a in c.arrays
+    )
     return layout, mesh, found, step.memory_analysis().argument_size_in_bytes
 
 
 def count(found, kind, *shapes):
-    return sum(n for (k, dtype, dims), n in found.items() if k == kind and dtype == "bf16" and dims in shapes)
+    return sum(
+        n
+        for (k, dtype, dims), n in found.items()
+        if k == kind and dtype == "bf16" and dims in shapes
+    )
 
 
 def test_collectives(compiled):
@@ -55,23 +63,35 @@ def test_collectives(compiled):
     if layout == "dp":  # every large gradient is summed, and nothing else is sent
         assert kinds == {"all-reduce"}
         assert count(found, "all-reduce", *banks, *tables) == 4
-    elif layout == "fsdp":  # each layer's matrices are gathered for it and again for its gradient, which is scattered
+    # each layer's matrices are gathered for it and again for its gradient, which is scattered
+    elif layout == "fsdp":
         a_layer = [(4, WIDTH, WIDTH), (2, WIDTH, MLP)]
         assert count(found, "all-gather", *a_layer) == 2 * 2 * LAYERS
-        assert count(found, "reduce-scatter", (4, WIDTH // 8, WIDTH), (2, WIDTH // 8, MLP)) == 2 * LAYERS
-        assert kinds == {"all-gather", "reduce-scatter", "all-to-all"}  # the last: whole matrices for Muon
+        assert (
+            count(found, "reduce-scatter", (4, WIDTH // 8, WIDTH), (2, WIDTH // 8, MLP))
+            == 2 * LAYERS
+        )
+        # the last: whole matrices for Muon
+        assert kinds == {"all-gather", "reduce-scatter", "all-to-all"}
         assert not count(found, "all-gather", *banks)
-    elif layout in ("tp", "fsdp+tp"):  # two sums a block forward and two backward, as XLA writes them
+    # two sums a block forward and two backward, as XLA writes them
+    elif layout in ("tp", "fsdp+tp"):
         half = count(found, "reduce-scatter", (64, 1024, WIDTH // 2))
         assert half + count(found, "all-reduce", (64, 1024, WIDTH)) == 4 * LAYERS
         assert count(found, "all-gather", (64, 1024, WIDTH)) >= half
         if layout == "fsdp+tp":  # of a layer's matrices a device gathers its half only
-            assert count(found, "all-gather", (4, WIDTH, WIDTH // 2), (2, WIDTH, MLP // 2)) == 2 * 2 * LAYERS
+            assert (
+                count(found, "all-gather", (4, WIDTH, WIDTH // 2), (2, WIDTH, MLP // 2))
+                == 2 * 2 * LAYERS
+            )
             assert not count(found, "all-gather", (4, WIDTH, WIDTH), (2, WIDTH, MLP), *banks)
-    else:  # rows go into the pipeline, from stage to stage, and out, and their gradients the other way
+    # rows go into the pipeline, from stage to stage, and out, and their gradients the other way
+    else:
         assert count(found, "collective-permute", (64, 1024, WIDTH)) == 2
         assert (
-            count(found, "all-gather", (4 * 64, 1024, WIDTH)) == count(found, "reduce-scatter", (64, 1024, WIDTH)) == 2
+            count(found, "all-gather", (4 * 64, 1024, WIDTH))
+            == count(found, "reduce-scatter", (64, 1024, WIDTH))
+            == 2
         )
         assert not count(found, "all-gather", *banks, *tables)
 
@@ -83,6 +103,8 @@ def test_arguments_are_what_the_layout_cuts(compiled):
     expected = 0
     for name, spec in leaves(RECIPE.parameters):
         parts = math.prod(mesh.shape[axis] for axis in cuts[name] if axis)
-        expected += 4 * math.prod(spec.shape) // parts * (2 if spec.group in ("attention", "mlp") else 3)
+        expected += (
+            4 * math.prod(spec.shape) // parts * (2 if spec.group in ("attention", "mlp") else 3)
+        )
     expected += RECIPE.lanes // (mesh.shape["data"] * mesh.shape.get("pipe", 1)) * 1025 * 2
     assert size == pytest.approx(expected, abs=1000)  # counters of steps

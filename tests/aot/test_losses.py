@@ -29,19 +29,33 @@ def device(mesh):
 
 
 def compiled(
-    device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, sampled=None, canonical=False, kept_at=None
+    device,
+    tokens,
+    scales,
+    cap,
+    *,
+    rows=1,
+    chunk=None,
+    gradient=True,
+    sampled=None,
+    canonical=False,
+    kept_at=None,
 ):
-    """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x ``tokens`` is.
+    """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x
+    ``tokens`` is.
 
-    ``sampled``: how many tokens of the vocabulary are scored exactly, 1 in how many of the others, by what order, and
-    for how many groups. ``canonical``: what is impossible after the token before each target has no probability.
+    ``sampled``: how many tokens of the vocabulary are scored exactly, 1 in how many of the others,
+    by what order, and for how many groups. ``canonical``: what is impossible after the token before
+    each target has no probability.
     """
 
     def loss(x, w, targets, *after):
         weights = jnp.full(targets.shape, 1 / (8 * tokens), jnp.float32)
         arguments = partial(fp8.head, scales=scales), w, x, targets, weights
         if sampled:
-            return sampled_cross_entropy(*arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk)
+            return sampled_cross_entropy(
+                *arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk
+            )
         return cross_entropy(*arguments, cap=cap, chunk=chunk, after=after or None, kept_at=kept_at)
 
     def array(shape, dtype):
@@ -51,7 +65,9 @@ def compiled(
     w, targets = array((VOCAB, WIDTH), jnp.float32), array((rows, tokens // rows), jnp.int32)
     function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True) if gradient else loss
     after = (targets, array((VOCAB, VOCAB // 8), jnp.uint8)) if canonical else ()
-    return jax.jit(function).lower(x, w, targets, *after).compile(compiler_options=options_for("cuda"))
+    return (
+        jax.jit(function).lower(x, w, targets, *after).compile(compiler_options=options_for("cuda"))
+    )
 
 
 def made(program, size):
@@ -68,12 +84,17 @@ def scales_of(program):
     """Name the two scales of every FP8 call, constants of the program that bf16 has."""
     text = program.as_text()
     constants = dict(re.findall(r"%(\S+) = f32\[\]\S* constant\((\S+)\)", text))
-    names = {np.float32(np.asarray(scale, jnp.bfloat16)): name for name, scale in SCALES._asdict().items()}
+    names = {
+        np.float32(np.asarray(scale, jnp.bfloat16)): name
+        for name, scale in SCALES._asdict().items()
+    }
     calls = re.findall(
-        r"custom-call\(%\S+, %\S+, %(\S+), %(\S+)\), custom_call_target=\"__cublas\$lt\$matmul\$f8", text
+        r"custom-call\(%\S+, %\S+, %(\S+), %(\S+)\), custom_call_target=\"__cublas\$lt\$matmul\$f8",
+        text,
     )
     return sorted(
-        tuple(sorted((names[np.float32(constants[c])] for c in call), key=["grad", "x", "w"].index)) for call in calls
+        tuple(sorted((names[np.float32(constants[c])] for c in call), key=["grad", "x", "w"].index))
+        for call in calls
     )
 
 
@@ -87,7 +108,8 @@ def test_fp8_head(device, tokens, rows, cap):
     assert sum("HIGHEST" in line for line in calls) == 2
     # Each matmul undoes what its own operands were divided by, to the last bit.
     assert scales_of(program) == sorted([("x", "w"), ("grad", "w"), ("grad", "x")])
-    # The logits once, written by their matmul with its scale; their gradient in the layouts of both matmuls.
+    # The logits once, written by their matmul with its scale; their gradient in the layouts of both
+    # matmuls.
     size = tokens * VOCAB
     assert made(program, size) == {"bf16": 1, "f8e5m2": 2}
     # The logits' 2 bytes and the gradients' 1 + 1; 3% for operands.
@@ -110,7 +132,8 @@ def test_bf16_head(device, cap):
 
 
 def test_fp8_head_of_a_sample(device):
-    """As of the whole vocabulary, on gathered rows; the gradient through a target's own row enters the product's."""
+    """As of the whole vocabulary, on gathered rows; the gradient through a target's own row enters
+    the product's."""
     tokens, exact, one_in = 49_152, 8192, 14
     program = compiled(device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in))
     assert len(gemms(program)) == 3 and sum('"beta":1' in line for line in gemms(program)) == 1
@@ -120,9 +143,12 @@ def test_fp8_head_of_a_sample(device):
 
 
 def test_fp8_head_of_a_sample_for_each_group(device):
-    """What all score and what each group scores by itself: three matmuls each, the second kind batched."""
+    """What all score and what each group scores by itself: three matmuls each, the second kind
+    batched."""
     tokens, exact, one_in = 49_152, 5248, 16
-    program = compiled(device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in, None, one_in))
+    program = compiled(
+        device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in, None, one_in)
+    )
     assert len(gemms(program)) == 6 and sum('"beta":1' in line for line in gemms(program)) == 2
     drawn = columns(VOCAB, exact, one_in) - exact
     assert made(program, tokens * drawn) == {"bf16": 2, "f8e5m2": 4}
@@ -140,8 +166,11 @@ def test_chunks_share_memory(device):
 
 @pytest.mark.parametrize("canonical", [False, True])
 def test_evaluation_of_a_long_row(device, canonical):
-    """Bits of what is impossible are unpacked where logits are summed: no array of them is written."""
-    program = compiled(device, 262_144, None, sigmoid_cap(15.0), chunk=16_384, gradient=False, canonical=canonical)
+    """Bits of what is impossible are unpacked where logits are summed: no array of them is
+    written."""
+    program = compiled(
+        device, 262_144, None, sigmoid_cap(15.0), chunk=16_384, gradient=False, canonical=canonical
+    )
     size = 16_384 * VOCAB
     assert made(program, size) == {"bf16": 1}
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * 2 * size

@@ -1,4 +1,5 @@
-"""The gradient of a norm beside a residual stream at full size, compiled for an absent H100 but not run."""
+"""The gradient of a norm beside a residual stream at full size, compiled for an absent H100 but not
+run."""
 
 import jax
 import jax.numpy as jnp

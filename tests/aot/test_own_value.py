@@ -32,7 +32,10 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, width, gated):
     text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
     assert len(custom_calls(text)) == len(custom_calls(text, TRITON)) == 2
     of_heads, numbers = 2 * T * HEADS * width, 2 * T * HEADS * (1 + gated)
-    assert [kernel.bytes for kernel in cost.kernels(text)] == [3 * of_heads + numbers, 5 * of_heads + 2 * numbers]
+    assert [kernel.bytes for kernel in cost.kernels(text)] == [
+        3 * of_heads + numbers,
+        5 * of_heads + 2 * numbers,
+    ]
 
 
 def test_only_the_sum_of_gradients_lies_between_a_pass_and_attention(mesh):
@@ -41,7 +44,12 @@ def test_only_the_sum_of_gradients_lies_between_a_pass_and_attention(mesh):
     lies = NamedSharding(one, PartitionSpec("data"))
 
     def gradients(q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH, tokens_BT, g_BTHK):
-        rest = {"documents": find_documents(tokens_BT, 0, 64), "window": 384, "backend": "cudnn", "marked": True}
+        rest = {
+            "documents": find_documents(tokens_BT, 0, 64),
+            "window": 384,
+            "backend": "cudnn",
+            "marked": True,
+        }
 
         def call(q_BTHK, k_BTHK, v_BTHK, *numbers):
             y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=0.1, **rest)
@@ -51,14 +59,21 @@ def test_only_the_sum_of_gradients_lies_between_a_pass_and_attention(mesh):
         return out_BTHK, *back(g_BTHK)
 
     spread = jax.shard_map(
-        gradients, mesh=one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+        gradients,
+        mesh=one,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
     )
     heads, numbers = (
-        jax.ShapeDtypeStruct((1, length, *shape), jnp.bfloat16, sharding=lies) for shape in ((HEADS, 128), (HEADS,))
+        jax.ShapeDtypeStruct((1, length, *shape), jnp.bfloat16, sharding=lies)
+        for shape in ((HEADS, 128), (HEADS,))
     )
     tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
     lowered = jax.jit(spread).trace(heads, heads, heads, numbers, numbers, tokens, heads)
     text = lowered.lower(lowering_platforms=("cuda",)).compile().as_text()
     assert len(custom_calls(text, "__cudnn$fmha")) == len(custom_calls(text, TRITON)) == 2
     others = [kernel for kernel in cost.kernels(text) if kernel.instruction.opcode != "custom-call"]
-    assert [kernel.bytes for kernel in others if kernel.bytes > 1e6] == [3 * 2 * length * HEADS * 128]
+    assert [kernel.bytes for kernel in others if kernel.bytes > 1e6] == [
+        3 * 2 * length * HEADS * 128
+    ]

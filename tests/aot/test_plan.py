@@ -1,4 +1,5 @@
-"""Plans of real recipes for absent H100s, against the compiler's own figures and independent formulas."""
+"""Plans of real recipes for absent H100s, against the compiler's own figures and independent
+formulas."""
 
 import subprocess
 import sys
@@ -9,7 +10,14 @@ import jax
 import pytest
 
 from jspeed.plan import predict
-from jspeed.plan.compile import Step, compile_stages, lower, memory_by_kind, place_on_target, with_stage
+from jspeed.plan.compile import (
+    Step,
+    compile_stages,
+    lower,
+    memory_by_kind,
+    place_on_target,
+    with_stage,
+)
 from jspeed.plan.describe import describe_stage
 from jspeed.plan.make import make_plan
 from jspeed.plan.target import parse_target, without_machine_code
@@ -24,14 +32,16 @@ MEMORY = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 2**35}
 
 
 def steps_of(mesh, name: str) -> list[Step]:
-    """A step for every stage of a recipe on eight devices, from the compile that test_recipes shares."""
+    """A step for every stage of a recipe on eight devices, from the compile that test_recipes
+    shares."""
     recipe, text, needed = compiled(mesh(8), name)
     last = Step(recipe.stages[-1], 1, text, MEMORY | {"peak": needed})
     return [with_stage(last, stage) for stage in recipe.stages[:-1]] + [last]
 
 
 def test_flops_of_r29(mesh):
-    """6 for each weight of a matrix and each token, Newton-Schulz on a device's share, attention by keys seen."""
+    """6 for each weight of a matrix and each token, Newton-Schulz on a device's share, attention by
+    keys seen."""
     recipe, _, _ = compiled(mesh(8), "r29")
     placement = place_on_target(recipe, EIGHT, "zero1")
     tokens, width, up, vocabulary = 49152, 768, 3072, 50304
@@ -44,10 +54,15 @@ def test_flops_of_r29(mesh):
         described = describe_stage(recipe, placement, 1, step)
         assert described["flops"] == pytest.approx(matmuls + newton_schulz + attention, rel=0.01)
         assert described["flops_by_part"]["attention scores"] == pytest.approx(attention, rel=1e-6)
-        assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-5)  # and the gates
+        # and the gates
+        assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-5)
         assert described["flops_by_dtype"]["f8"] == 6 * tokens * vocabulary * width
         assert described["kernels"]["fp8_matmul"] == 3
-        assert described["kernels"]["attention_forward"] == described["kernels"]["attention_backward"] == 11
+        assert (
+            described["kernels"]["attention_forward"]
+            == described["kernels"]["attention_backward"]
+            == 11
+        )
         collectives = Counter(one["kind"] for one in described["collectives"])
         assert collectives.pop("all-reduce") in (1, 2)  # JAX 0.12 combines them
         assert collectives == {"all-gather": 5, "reduce-scatter": 5}
@@ -55,22 +70,30 @@ def test_flops_of_r29(mesh):
 
 @pytest.mark.parametrize("name", [published.recipe for published in predict.MEASURED])
 def test_rooflines_of_published_programs(mesh, name):
-    """The numbers that the calibration stands on follow from the compiled programs, within what a compiler changes."""
+    """The numbers that the calibration stands on follow from the compiled programs, within what a
+    compiler changes."""
     steps = steps_of(mesh, name)
     [published] = [p for p in predict.MEASURED if p.recipe == name]
-    seconds = sum(step.stage.steps * predict.simulate(step.kernels, EIGHT)[0].total for step in steps)
-    assert 1e3 * seconds / sum(step.stage.steps for step in steps) == pytest.approx(published.roofline_ms, rel=0.03)
+    seconds = sum(
+        step.stage.steps * predict.simulate(step.kernels, EIGHT)[0].total for step in steps
+    )
+    assert 1e3 * seconds / sum(step.stage.steps for step in steps) == pytest.approx(
+        published.roofline_ms, rel=0.03
+    )
 
 
 def test_memory_is_the_compilers(mesh):
-    """Arguments and peak are those of memory_analysis; parameters, optimizer state and batch are counted by hand."""
+    """Arguments and peak are those of memory_analysis; parameters, optimizer state and batch are
+    counted by hand."""
     found = find(BAD)
     placement = place_on_target(found.recipe, EIGHT, "zero1")
     [step] = compile_stages(found.recipe, placement)
     state = 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8
     kinds = memory_by_kind(step)
     assert kinds["parameters"] == 4 * state
-    assert kinds["optimizer"] == pytest.approx(4 * (2 * 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8), abs=64)
+    assert kinds["optimizer"] == pytest.approx(
+        4 * (2 * 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8), abs=64
+    )
     assert kinds["batch"] == 2 * 513
     assert sum(kinds.values()) == step.memory["peak"]
     needed = sum(kinds[kind] for kind in ("parameters", "optimizer", "batch"))
@@ -78,13 +101,17 @@ def test_memory_is_the_compilers(mesh):
 
 
 def test_a_plan_needs_no_machine_code(mesh, monkeypatch):
-    """The same text and memory with the pretended assembler, LLVM's least effort, and kernels of an earlier program."""
+    """The same text and memory with the pretended assembler, LLVM's least effort, and kernels of an
+    earlier program."""
     monkeypatch.delenv("XLA_FLAGS")  # XLA has read them
     recipe = find(BAD).recipe
     placement = place_on_target(recipe, EIGHT, "zero1")
     quick = without_machine_code()
     kept = Path(quick["xla_gpu_kernel_cache_file"])
-    assert quick.keys() - {"xla_gpu_kernel_cache_file"} == {"xla_gpu_cuda_data_dir", "xla_backend_optimization_level"}
+    assert quick.keys() - {"xla_gpu_kernel_cache_file"} == {
+        "xla_gpu_cuda_data_dir",
+        "xla_backend_optimization_level",
+    }
     programs, sizes = [], []
     for more in (None, quick, quick):
         jax.clear_caches()
@@ -108,7 +135,8 @@ def test_each_deliberate_fault_is_found(h100, sets, names):
     found = find(BAD, sets)
     plan = make_plan(found, place_on_target(found.recipe, EIGHT, "zero1"))
     errors = {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
-    assert errors - {"exposed-collective"} == names  # so small a step has no compute to overlap its collectives
+    # so small a step has no compute to overlap its collectives
+    assert errors - {"exposed-collective"} == names
 
 
 def test_several_nodes_and_other_gpus(h100):
@@ -124,6 +152,16 @@ def test_several_nodes_and_other_gpus(h100):
 
 def test_a_plan_prints_no_log():
     """Of the plugin's four libraries, which say in two lines each that there is no GPU."""
-    words = [sys.executable, "-m", "jspeed", "plan", "stdlib", "--target", "h100x1", "--set", "LAYERS=1"]
+    words = [
+        sys.executable,
+        "-m",
+        "jspeed",
+        "plan",
+        "stdlib",
+        "--target",
+        "h100x1",
+        "--set",
+        "LAYERS=1",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "") and "predicted" in done.stdout.lower()

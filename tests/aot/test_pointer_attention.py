@@ -1,4 +1,5 @@
-"""The pointer's kernels at full size, compiled for an absent H100: number of kernels, no spills, bytes."""
+"""The pointer's kernels at full size, compiled for an absent H100: number of kernels, no spills,
+bytes."""
 
 import re
 
@@ -18,7 +19,8 @@ TOKENS, WIDTH, WINDOW, LONGEST = 49_152, 128, 2048, 3072
 
 
 def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):
-    """The compiler refuses what spills, and what takes more than the 227 kB of shared memory that Hopper has."""
+    """The compiler refuses what spills, and what takes more than the 227 kB of shared memory that
+    Hopper has."""
     lies = NamedSharding(mesh(1), PartitionSpec())
 
     def shapes(*shape, dtype=jnp.bfloat16):
@@ -40,18 +42,31 @@ def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):
     )
     traced = jax.jit(gradients).trace(big, big, shapes(WIDTH), ids, ids, (number, number))
     lowered = traced.lower(lowering_platforms=("cuda",))
-    program = lowered.compile(options_for("cuda") | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
+    program = lowered.compile(
+        options_for("cuda") | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    )
     text = program.as_text()
     calls = custom_calls(text)
     names = [re.search(r'name = "(\w+)"', call.attributes)[1] for call in calls]
     shapes_of = {"forward": "128x64", "dq": "64x64", "dk": "64x64"}
-    assert names == [f"pointer_{name}_128_window2048_blocks{shape}" for name, shape in shapes_of.items()]
+    assert names == [
+        f"pointer_{name}_128_window2048_blocks{shape}" for name, shape in shapes_of.items()
+    ]
     assert {call.target for call in calls} == {TRITON}
     kernels = [kernel for kernel in cost.kernels(text, LONGEST) if kernel.flops]
-    # Blocks of 64 tokens that each block of a document sees: all before its own, or 32, and its own.
-    wide, narrow = ([min(start, WINDOW) // 64 + size // 64 for start in range(0, LONGEST, size)] for size in (128, 64))
+    # Blocks of 64 tokens that each block of a document sees: all before its own, or 32, and its
+    # own.
+    wide, narrow = (
+        [min(start, WINDOW) // 64 + size // 64 for start in range(0, LONGEST, size)]
+        for size in (128, 64)
+    )
     pairs = [TOKENS // LONGEST * 64 * sum(seen) for seen in (wide, narrow)]
-    assert [kernel.flops for kernel in kernels] == [2 * WIDTH * n for n in (128 * pairs[0], *[2 * 64 * pairs[1]] * 2)]
+    assert [kernel.flops for kernel in kernels] == [
+        2 * WIDTH * n for n in (128 * pairs[0], *[2 * 64 * pairs[1]] * 2)
+    ]
     one, statistic = 2 * TOKENS * WIDTH, 4 * TOKENS
-    assert [kernel.bytes for kernel in kernels] == [2 * one + 7 * statistic, *[3 * one + 6 * statistic] * 2]
+    assert [kernel.bytes for kernel in kernels] == [
+        2 * one + 7 * statistic,
+        *[3 * one + 6 * statistic] * 2,
+    ]
     assert program.memory_analysis().temp_size_in_bytes < one / 4

@@ -12,6 +12,8 @@ def test_the_example_of_every_kernel_compiles(mesh):
     cases = preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES)
     assert set(cases) == OWN_KERNELS
     for name, (own, _, arrays) in (case for parts in cases.values() for case in parts.items()):
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arrays)
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arrays
+        )
         text = jax.jit(own, out_shardings=there).lower(*shapes).compile().as_text()
         assert "custom-call" in text, name

@@ -22,11 +22,15 @@ T, HEADS, K = 49_152, 6, 128
 @pytest.mark.parametrize(("width", "look_back"), [(K, False), (K, True), (K // 2, False)])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, look_back):
-    """Forward and back, in registers; and the bytes are those of the arrays. Narrow heads get tags, and zeros."""
+    """Forward and back, in registers; and the bytes are those of the arrays. Narrow heads get tags,
+    and zeros."""
     lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradient(y, cos, sin, factor, dq, dk, *tags):
-        out, back = jax.vjp(lambda y: norm_and_rotate(y, cos, sin, factor, *(tags or [None]), HEADS, look_back, K), y)
+        out, back = jax.vjp(
+            lambda y: norm_and_rotate(y, cos, sin, factor, *(tags or [None]), HEADS, look_back, K),
+            y,
+        )
         return *out, *back((dq, dk))
 
     shapes = [
@@ -34,7 +38,9 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, lo
         *[((T, columns, K // 4), jnp.float32)] * 2,
         ((1,), jnp.float32),
     ]
-    shapes += [((1, T, HEADS, K), jnp.bfloat16)] * 2 + [((1, T, K // 4), jnp.bfloat16)] * (width < K)
+    shapes += [((1, T, HEADS, K), jnp.bfloat16)] * 2 + [((1, T, K // 4), jnp.bfloat16)] * (
+        width < K
+    )
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in shapes]
     lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",))
     text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
@@ -42,13 +48,17 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, lo
     assert " fusion(" not in text
     y, heads = (2 * T * 2 * HEADS * n for n in (width, K))
     tables, tags = 2 * 4 * T * columns * K // 4 + 4, 2 * T * K // 4 * (width < K)
-    assert sorted(kernel.bytes for kernel in cost.kernels(text)) == [y + heads + tables + tags, 2 * y + heads + tables]
+    assert sorted(kernel.bytes for kernel in cost.kernels(text)) == [
+        y + heads + tables + tags,
+        2 * y + heads + tables,
+    ]
 
 
 @pytest.mark.parametrize(("paired", "width"), [(False, K), (True, K), (True, K // 2)])
 def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
-    """Lanes with too many documents are NaN, keys look back and heads lie in pairs, all without another kernel. Narrow
-    heads have tags of their documents, and no block of attention is without work."""
+    """Lanes with too many documents are NaN, keys look back and heads lie in pairs, all without
+    another kernel. Narrow heads have tags of their documents, and no block of attention is without
+    work."""
     length, one, tagged = 2048, mesh(1), width < K
     lies = NamedSharding(one, PartitionSpec("data"))
     positions = pair_positions(length) if paired else jnp.arange(length)[:, None]
@@ -58,23 +68,50 @@ def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
 
         def call(y_BTE, v_BTHK):
             shape, look_back = (*v_BTHK.shape[:3], width), not paired
-            q, k = queries_and_keys(y_BTE, shape, frequencies(K // 4), positions, True, documents, look_back, K)
-            attend = partial(attention_in_pairs if paired else attention, backend="cudnn", marked=True, tagged=tagged)
+            q, k = queries_and_keys(
+                y_BTE, shape, frequencies(K // 4), positions, True, documents, look_back, K
+            )
+            attend = partial(
+                attention_in_pairs if paired else attention,
+                backend="cudnn",
+                marked=True,
+                tagged=tagged,
+            )
             return attend(q, k, v_BTHK, scale=0.1, documents=documents, window=384)
 
         out_BTHK, back = jax.vjp(call, y_BTE, v_BTHK)
         return out_BTHK, *back(dout_BTHK)
 
     spread = jax.shard_map(
-        gradients, mesh=one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+        gradients,
+        mesh=one,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
     )
     y = jax.ShapeDtypeStruct((1, length, 2 * HEADS * width), jnp.bfloat16, sharding=lies)
     v = jax.ShapeDtypeStruct((1, length, HEADS, K), jnp.bfloat16, sharding=lies)
     tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
-    text = jax.jit(spread).trace(y, v, tokens, v).lower(lowering_platforms=("cuda",)).compile().as_text()
+    text = (
+        jax.jit(spread)
+        .trace(y, v, tokens, v)
+        .lower(lowering_platforms=("cuda",))
+        .compile()
+        .as_text()
+    )
     assert len(custom_calls(text, "__cudnn$fmha")) == len(custom_calls(text, TRITON)) == 2
     steps = {step.name: step for step in hlo.instructions(text)}
     assert (sum(kernel.empty_blocks for kernel in cost.kernels(text)) == 0) == tagged
-    others = [kernel.instruction for kernel in cost.kernels(text) if kernel.instruction.opcode != "custom-call"]
-    dtypes = {array.dtype for step in others for name in (step.name, *step.operands) for array in steps[name].arrays}
-    assert "s32" in dtypes and ("bf16" in dtypes) == tagged  # the others find documents and make tables, or tags
+    others = [
+        kernel.instruction
+        for kernel in cost.kernels(text)
+        if kernel.instruction.opcode != "custom-call"
+    ]
+    dtypes = {
+        array.dtype
+        for step in others
+        for name in (step.name, *step.operands)
+        for array in steps[name].arrays
+    }
+    # the others find documents and make tables, or tags
+    assert "s32" in dtypes and ("bf16" in dtypes) == tagged

@@ -1,4 +1,5 @@
-"""Records 62, 89 and jspeed2 at full size, as XLA compiles them for eight H100s: both kinds of step, evaluation."""
+"""Records 62, 89 and jspeed2 at full size, as XLA compiles them for eight H100s: both kinds of
+step, evaluation."""
 
 import functools
 from collections import Counter
@@ -22,21 +23,28 @@ pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m sl
 
 GIGABYTE = 1e9
 TABLE = 50_304 * 768 * 2  # bytes in bf16
-# By recipe: FP8 matmuls of a step in the first stage and in others, bytes of all banks with their padding and of the
-# tables that are gathered, rows of the bigram table.
+# By recipe: FP8 matmuls of a step in the first stage and in others, bytes of all banks with their
+# padding and of the tables that are gathered, rows of the bigram table.
 FACTS = {
     "r62": ((3, 3), 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
-    "r89": ((3 + 22, 3 + 22), 2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072), 7 * TABLE, 377_280),
+    "r89": (
+        (3 + 22, 3 + 22),
+        2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072),
+        7 * TABLE,
+        377_280,
+    ),
 }
-# The sampled head has two matmuls for one; four of six of each MLP's (own kernels compute the others) and the
-# projections with their gradients are in FP8 too.
+# The sampled head has two matmuls for one; four of six of each MLP's (own kernels compute the
+# others) and the projections with their gradients are in FP8 too.
 FACTS["jspeed2"] = (2 * (6 + 4 * 11 + 3 * 30,), *FACTS["r89"][1:])
-OWN_KERNELS = {"jspeed2": {TRITON: 65 + 2 * 4, "mosaic_gpu_v2": 22}}  # of the last stage; XSA is in four layers
+# of the last stage; XSA is in four layers
+OWN_KERNELS = {"jspeed2": {TRITON: 65 + 2 * 4, "mosaic_gpu_v2": 22}}
 
 
 @functools.cache
 def compiled(mesh, name, number, phase):
-    """Compile the step of one stage, or with ``phase`` None the evaluation: (recipe, optimised HLO, bytes needed)."""
+    """Compile the step of one stage, or with ``phase`` None the evaluation: (recipe, optimised HLO,
+    bytes needed)."""
     try:
         gpt2_prefixes(50_256, 50_304)
     except BadInput as reason:
@@ -46,7 +54,9 @@ def compiled(mesh, name, number, phase):
         step = step_of_a_run(mesh, name, number, phase)
         return found.recipe, step.program.as_text(), step.need
     tokens = found.recipe.stages[number].lane_len
-    _, built = program.compile_evaluation(found.recipe, Placement(mesh, "zero1", device_for(found, mesh)), tokens, 40)
+    _, built = program.compile_evaluation(
+        found.recipe, Placement(mesh, "zero1", device_for(found, mesh)), tokens, 40
+    )
     return found.recipe, built.as_text(), compiler.memory_needed(built)
 
 
@@ -78,10 +88,13 @@ def test_the_final_evaluation_compiles_and_fits(mesh, name):
 
 
 def test_two_steps_communicate_no_more_than_the_record(mesh, name):
-    """The record sends banks both ways in every step, and tables both ways in every other: of the bigrams' gradients
-    the rows that 2 x 49,152 tokens name, but all of the new table."""
+    """The record sends banks both ways in every step, and tables both ways in every other: of the
+    bigrams' gradients the rows that 2 x 49,152 tokens name, but all of the new table."""
     _, banks, tables, rows = FACTS[name]
-    sent = [sum(c.bytes for c in hlo.collectives(compiled(mesh(8), name, -1, phase)[1])) for phase in (0, 1)]
+    sent = [
+        sum(c.bytes for c in hlo.collectives(compiled(mesh(8), name, -1, phase)[1]))
+        for phase in (0, 1)
+    ]
     record = 2 * (2 * banks) + 2 * tables + rows * 768 * 2 + 2 * 49_152 * 768 * 2
     assert sum(sent) < 1.05 * record
 
@@ -99,9 +112,12 @@ def test_tables_are_gathered_in_one_step_and_their_gradients_sent_in_the_other(m
 
 @pytest.mark.parametrize(("name", "most"), [("r89", 164), ("jspeed2", 115)])
 def test_the_last_step_moves_no_more_than_it_did(mesh, name, most):
-    """162.7 and 114.8 GB (benchmarks/speed.md); r89's 168 before, with three copies of Adam's state among them."""
+    """162.7 and 114.8 GB (benchmarks/speed.md); r89's 168 before, with three copies of Adam's state
+    among them."""
     _, text, _ = compiled(mesh(8), name, -1, 1)
-    moved = sum(kernel.runs * kernel.bytes for kernel in cost.kernels(text, 2048) if not kernel.collective)
+    moved = sum(
+        kernel.runs * kernel.bytes for kernel in cost.kernels(text, 2048) if not kernel.collective
+    )
     assert moved < most * GIGABYTE
     copies = [step for step in hlo.running(text) if step.opcode == "copy"]
     assert not [step.name for step in copies if step.arrays[0].dims == (5, 50_304 // 8, 768)]

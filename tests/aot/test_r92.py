@@ -1,4 +1,5 @@
-"""Record 92 at full size, as XLA compiles its longest step for eight H100s: a table of 16 GB a device in place."""
+"""Record 92 at full size, as XLA compiles its longest step for eight H100s: a table of 16 GB a
+device in place."""
 
 import pytest
 
@@ -19,7 +20,9 @@ def test_the_table_is_updated_in_place(mesh):
     lines = [line for line in text.splitlines() if table in line]
     assert lines and not [line for line in lines if " copy(" in line or "copy-start(" in line]
     own = [call.attributes for call in custom_calls(text, TRITON)]
-    assert [sum(f'name = "{name}"' in each for each in own) for name in ("row_sums", "row_adam")] == [1, 1]
+    assert [
+        sum(f'name = "{name}"' in each for each in own) for name in ("row_sums", "row_adam")
+    ] == [1, 1]
     arguments = 2 * r92.NGRAMS // 8 * r92.WIDTH
     memory = step.program.memory_analysis()
     assert memory.alias_size_in_bytes > arguments > memory.temp_size_in_bytes

@@ -1,4 +1,5 @@
-"""The real training step of every FineWeb recipe at full size, as XLA compiles it for eight H100s and for one."""
+"""The real training step of every FineWeb recipe at full size, as XLA compiles it for eight H100s
+and for one."""
 
 import functools
 import types
@@ -21,7 +22,8 @@ ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
 
 @functools.cache
 def compiled(mesh, name):
-    """Compile the last stage's step as a run does: (recipe, optimised HLO, bytes a device needs)."""
+    """Compile the last stage's step as a run does: (recipe, optimised HLO, bytes a device
+    needs)."""
     step = step_of_a_run(mesh, name)
     return find(name).recipe, step.program.as_text(), step.need
 
@@ -40,7 +42,9 @@ def test_head_is_three_fp8_matmuls(record):
     recipe, text, _ = record
     vocabulary, width = recipe.parameters["head"].shape
     tokens = recipe.stages[-1].lane_len
-    shapes = [call.arrays[0].dims for call in custom_calls(text) if call.target == "__cublas$lt$matmul$f8"]
+    shapes = [
+        call.arrays[0].dims for call in custom_calls(text) if call.target == "__cublas$lt$matmul$f8"
+    ]
     assert Counter(shapes) == Counter([(tokens, vocabulary), (tokens, width), (vocabulary, width)])
 
 
@@ -66,15 +70,21 @@ def test_a_run_counts_the_calls_that_are_in_its_text(record):
 
 
 def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mesh):
-    """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is local."""
+    """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is
+    local."""
     recipe, text, _ = on_eight
     cuts = partitions(recipe.parameters, "zero1", mesh(8)).values()
     large = sum(sharded_dim(cut) is not None for cut in cuts)
     found = hlo.collectives(text)
-    sent = {kind: [array for c in found if c.kind == kind for array in c.arrays] for kind in {c.kind for c in found}}
+    sent = {
+        kind: [array for c in found if c.kind == kind for array in c.arrays]
+        for kind in {c.kind for c in found}
+    }
     assert set(sent) <= {"all-gather", "reduce-scatter", "all-reduce"}
     assert len(sent["all-gather"]) == len(sent["reduce-scatter"]) == large
-    assert {array.dtype for kind in ("all-gather", "reduce-scatter") for array in sent[kind]} == {"bf16"}
+    assert {array.dtype for kind in ("all-gather", "reduce-scatter") for array in sent[kind]} == {
+        "bf16"
+    }
     assert max(array.bytes for array in sent["all-reduce"]) < 500_000
 
 
@@ -82,7 +92,9 @@ def test_no_logits_in_fp32(on_eight):
     recipe, text, _ = on_eight
     vocabulary = recipe.parameters["embed"].shape[0]
     tokens = recipe.lanes // 8 * recipe.stages[-1].lane_len
-    wide = [b for b in hlo.buffers(text, 4 * tokens * vocabulary) if b.array.dtype in ("f32", "f64")]
+    wide = [
+        b for b in hlo.buffers(text, 4 * tokens * vocabulary) if b.array.dtype in ("f32", "f64")
+    ]
     assert not wide
 
 
@@ -96,15 +108,22 @@ def test_one_device_accumulates_in_less_than_60_gigabytes(name, mesh):
     assert needed < 60 * GIGABYTE
     assert not hlo.collectives(text)
     layers = ATTENTION_LAYERS[name]
-    assert Counter(call.target for call in custom_calls(text))["__cudnn$fmhaSoftmaxBackward"] == layers
+    assert (
+        Counter(call.target for call in custom_calls(text))["__cudnn$fmhaSoftmaxBackward"] == layers
+    )
 
 
 def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
-    """Layers in a row, as r21 runs them: the compiler recomputes each when its gradient is due, not all at once."""
-    recipe = find("r21", ["LAYERS=4", "NO_ATTENTION=4", "VOCAB=1024", "LANES=1", "LANE_LEN=16384"]).recipe
+    """Layers in a row, as r21 runs them: the compiler recomputes each when its gradient is due, not
+    all at once."""
+    recipe = find(
+        "r21", ["LAYERS=4", "NO_ATTENTION=4", "VOCAB=1024", "LANES=1", "LANE_LEN=16384"]
+    ).recipe
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
-        lowered = program.trace_step(recipe, recipe.stages[-1], Placement(mesh(1), layout, device), 1).lower()
+        lowered = program.trace_step(
+            recipe, recipe.stages[-1], Placement(mesh(1), layout, device), 1
+        ).lower()
         step = lowered.compile(compiler_options=compiler.options_for("cuda"))
         needs.append(step.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 0.6 * needs[0]

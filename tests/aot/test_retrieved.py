@@ -1,4 +1,5 @@
-"""What followed a context, at the sizes of jspeed3's longest step, compiled for an absent H100 but not run."""
+"""What followed a context, at the sizes of jspeed3's longest step, compiled for an absent H100 but
+not run."""
 
 from functools import partial
 
@@ -18,14 +19,18 @@ D, VOCAB, CELLS = jspeed3.WIDTH, jspeed3.VOCAB, number_of_cells(LENGTHS)
 
 
 def test_gradients_of_scales_are_sums_and_the_table_gets_none(mesh):
-    """No scatter: one would add the gradients of a step's scales one by one. The rows that followed are read once."""
+    """No scatter: one would add the gradients of a step's scales one by one. The rows that followed
+    are read once."""
     lies = NamedSharding(mesh(1), PartitionSpec())
     array = partial(jax.ShapeDtypeStruct, sharding=lies)
     kinds = (1, TOKENS, TOP), (1, TOKENS, TOP), (1, TOKENS), (1, TOKENS)
     matches = Matches(*(array(shape, jnp.int32) for shape in kinds))
 
     def loss(scales_CN, table_VD, x_BTD, matches):
-        return jnp.sum(blend((1.0, x_BTD), *terms(scales_CN, table_VD, matches, LENGTHS)).astype(jnp.float32) ** 2)
+        return jnp.sum(
+            blend((1.0, x_BTD), *terms(scales_CN, table_VD, matches, LENGTHS)).astype(jnp.float32)
+            ** 2
+        )
 
     x = array((1, TOKENS, D), jnp.bfloat16)
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(

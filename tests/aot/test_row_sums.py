@@ -1,4 +1,5 @@
-"""Sums of gradients of equal rows, and row Adam, at r92's full size, compiled for an absent H100 but not run."""
+"""Sums of gradients of equal rows, and row Adam, at r92's full size, compiled for an absent H100
+but not run."""
 
 import math
 
@@ -27,37 +28,68 @@ def test_all_sums_are_one_kernel_which_reads_everything_once(mesh):
     lowered = jax.jit(sum_rows).trace(*arrays).lower(lowering_platforms=("cuda",))
     text = lowered.compile(options_for("cuda") | SPILLS).as_text()
     assert len(custom_calls(text, TRITON)) == 1 and " fusion(" not in text
-    assert [kernel.bytes for kernel in cost.kernels(text)] == [2 * D * (IDS + SLOTS) + 4 * (IDS + SLOTS + 1)]
+    assert [kernel.bytes for kernel in cost.kernels(text)] == [
+        2 * D * (IDS + SLOTS) + 4 * (IDS + SLOTS + 1)
+    ]
 
 
 def test_row_adam_is_one_kernel_which_changes_the_table_in_place(mesh):
-    """Four steps' lists: their gradients are read once, and two rows of the table moved for each."""
+    """Four steps' lists: their gradients are read once, and two rows of the table moved for
+    each."""
     lies, size = NamedSharding(mesh(1), PartitionSpec()), 4 * SLOTS
-    shapes = [((SLOTS, D), jnp.bfloat16)] * 4 + [((size,), jnp.int32), ((size + 1,), jnp.int32), ((size,), jnp.int32)]
-    shapes += [((size,), jnp.float32), ((4,), jnp.float32), ((r92.NGRAMS // DEVICES, D), jnp.bfloat16)]
+    shapes = [((SLOTS, D), jnp.bfloat16)] * 4 + [
+        ((size,), jnp.int32),
+        ((size + 1,), jnp.int32),
+        ((size,), jnp.int32),
+    ]
+    shapes += [
+        ((size,), jnp.float32),
+        ((4,), jnp.float32),
+        ((r92.NGRAMS // DEVICES, D), jnp.bfloat16),
+    ]
     arrays = [jax.ShapeDtypeStruct(*each, sharding=lies) for each in shapes]
     changed = jax.jit(row_adam, donate_argnums=6).trace(arrays[:4], *arrays[4:])
     lowered = changed.lower(lowering_platforms=("cuda",))
     program = lowered.compile(options_for("cuda") | SPILLS)
     assert len(custom_calls(text := program.as_text(), TRITON)) == 1 and "copy" not in text
     memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes == 2 * D * r92.NGRAMS // DEVICES and not memory.temp_size_in_bytes
-    assert [kernel.bytes for kernel in cost.kernels(text)] == [3 * 2 * D * size + 4 * (5 * size + 1 + 4)]
+    assert (
+        memory.alias_size_in_bytes == 2 * D * r92.NGRAMS // DEVICES
+        and not memory.temp_size_in_bytes
+    )
+    assert [kernel.bytes for kernel in cost.kernels(text)] == [
+        3 * 2 * D * size + 4 * (5 * size + 1 + 4)
+    ]
 
 
 def test_nothing_lies_between_gradients_and_their_all_to_all_but_the_kernel(mesh):
-    """No copy, no scatter and nothing in fp32; what makes the gradients writes them once, as the kernel reads them."""
+    """No copy, no scatter and nothing in fp32; what makes the gradients writes them once, as the
+    kernel reads them."""
     eight, cut = mesh(DEVICES), PartitionSpec("data")
 
     def gradients(part_VD, ids_BT, grad_BTD):
         sink = empty(part_VD, IDS, DEVICES)
-        return jax.vjp(lambda sink: read(Lazy(part_VD, sink), ids_BT, "data", True), sink)[1](2 * grad_BTD)
+        return jax.vjp(lambda sink: read(Lazy(part_VD, sink), ids_BT, "data", True), sink)[1](
+            2 * grad_BTD
+        )
 
     spread = jax.shard_map(gradients, mesh=eight, in_specs=cut, out_specs=cut, check_vma=False)
-    shapes = ((r92.NGRAMS, D), jnp.bfloat16), ((DEVICES, IDS), jnp.int32), ((DEVICES, IDS, D), jnp.bfloat16)
+    shapes = (
+        ((r92.NGRAMS, D), jnp.bfloat16),
+        ((DEVICES, IDS), jnp.int32),
+        ((DEVICES, IDS, D), jnp.bfloat16),
+    )
     arrays = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(eight, cut)) for each in shapes]
-    text = jax.jit(spread).trace(*arrays).lower(lowering_platforms=("cuda",)).compile(options_for("cuda")).as_text()
-    wide = [each for each in cost.kernels(text) if math.prod(each.instruction.arrays[0].dims) >= IDS * D]
+    text = (
+        jax.jit(spread)
+        .trace(*arrays)
+        .lower(lowering_platforms=("cuda",))
+        .compile(options_for("cuda"))
+        .as_text()
+    )
+    wide = [
+        each for each in cost.kernels(text) if math.prod(each.instruction.arrays[0].dims) >= IDS * D
+    ]
     assert [each.kind for each in wide] == ["fusion", "other", "collective"]
     assert {array.dtype for each in wide for array in each.instruction.arrays} == {"bf16"}
     assert custom_calls(text, TRITON) == [wide[1].instruction]

@@ -1,4 +1,5 @@
-"""HLO that XLA emits for absent H100s for matmul, FP8 matmul, collectives, random bits: guards against XLA changes."""
+"""HLO that XLA emits for absent H100s for matmul, FP8 matmul, collectives, random bits: guards
+against XLA changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ Meshes = Callable[[int], Mesh]
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 
-def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE) -> jax.ShapeDtypeStruct:
+def array(
+    mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
@@ -54,7 +57,11 @@ def test_f8_dot_is_one_cublaslt_call(mesh: Meshes):
         both_last = (((1,), (1,)), ((), ()))
         return jax.lax.dot_general(x, w, both_last, preferred_element_type=jnp.bfloat16)
 
-    text = compiled(logits, array(one, (8192, 768), jnp.float8_e4m3fn), array(one, (50304, 768), jnp.float8_e4m3fn))
+    text = compiled(
+        logits,
+        array(one, (8192, 768), jnp.float8_e4m3fn),
+        array(one, (50304, 768), jnp.float8_e4m3fn),
+    )
     [call] = custom_calls(text)
     assert call.target == "__cublas$lt$matmul$f8"
     assert call.arrays[0] == hlo.Array("bf16", (8192, 50304))
@@ -95,8 +102,12 @@ def test_loops_are_read_through(mesh: Meshes):
 
 
 def test_random_bits_need_libdevice_and_find_it(mesh: Meshes):
-    """The inverse error function behind normal draws comes from CUDA's libdevice, which is a file, not a library."""
-    text = compiled(lambda seed: jax.random.normal(jax.random.key(seed), (1024, 768)), array(mesh(8), (), jnp.uint32))
+    """The inverse error function behind normal draws comes from CUDA's libdevice, which is a file,
+    not a library."""
+    text = compiled(
+        lambda seed: jax.random.normal(jax.random.key(seed), (1024, 768)),
+        array(mesh(8), (), jnp.uint32),
+    )
     assert hlo.Array("f32", (1024, 768)) in {buffer.array for buffer in hlo.buffers(text)}
 
 

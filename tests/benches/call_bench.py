@@ -14,4 +14,6 @@ GPU_TOY = ["--set", *TINY, "LAYERS=1", "STEPS=4", "EVAL_EVERY=2"]
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, SCRIPTS / "bench.py", *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    return subprocess.run([str(a) for a in command], capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(
+        [str(a) for a in command], capture_output=True, text=True, timeout=120, env=environment
+    )

@@ -19,5 +19,7 @@ def shards(tmp_path: Path) -> Path:
     folder = tmp_path / "shards"
     folder.mkdir()
     for split in "train", "val":
-        (folder / f"toy_{split}_000000.bin").write_bytes(shard_bytes([256, *b"round and round " * 200]))
+        (folder / f"toy_{split}_000000.bin").write_bytes(
+            shard_bytes([256, *b"round and round " * 200])
+        )
     return folder

@@ -16,7 +16,9 @@ from jspeed.run.setup import load_recipe
 CHILD = str(RECORDS / "ideas" / "r89_averages.py")  # of a parent that has a small size
 
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed2", "r92", "jspeed3", CHILD])
+@pytest.mark.parametrize(
+    "name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed2", "r92", "jspeed3", CHILD]
+)
 def test_recipes_at_small_size_keep_their_schedule(name):
     from benches.quality import settings, tokens_after
 
@@ -38,7 +40,10 @@ def test_a_text_does_not_validate_what_it_trains(tmp_path, gpt2_vocabulary):
 def test_texts_become_a_folder_that_trains(tmp_path, gpt2_vocabulary):
     from benches.quality import VOCAB, settings, write_tokens
 
-    for name, text in (("a.txt", "One document.\n\nAnother one.\n"), ("b.txt", "To validate.\n" * 50)):
+    for name, text in (
+        ("a.txt", "One document.\n\nAnother one.\n"),
+        ("b.txt", "To validate.\n" * 50),
+    ):
         (tmp_path / name).write_text(text)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "A long one. " * 200}) + "\n")
     texts = [tmp_path / name for name in ("a.jsonl", "a.txt", "b.txt")]
@@ -47,9 +52,17 @@ def test_texts_become_a_folder_that_trains(tmp_path, gpt2_vocabulary):
     splits = find_split(folder, "train"), find_split(folder, "val")
     assert lengths[0] == 256 > lengths[-1] and sum(lengths) == splits[0].num_tokens
     manifest = read_manifest(folder)
-    assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == [text.name for text in texts]
-    recipe = load_recipe(Options("jspeed3", data=folder, set_=tuple(settings("jspeed3", 4.0)))).recipe
-    check_fits(folder, manifest, splits, recipe.name, recipe.vocab_size, recipe.data.bos_id, True, "gpt2")
+    assert (
+        manifest
+        and manifest["bos_id"] == VOCAB - 1
+        and manifest["source"]["texts"] == [text.name for text in texts]
+    )
+    recipe = load_recipe(
+        Options("jspeed3", data=folder, set_=tuple(settings("jspeed3", 4.0)))
+    ).recipe
+    check_fits(
+        folder, manifest, splits, recipe.name, recipe.vocab_size, recipe.data.bos_id, True, "gpt2"
+    )
 
 
 def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
@@ -68,7 +81,9 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
     quality.quality((), ("r29", "r62"), seeds=2, json_=kept)
     assert made == [("r29", 1), ("r29", 2), ("r62", 1), ("r62", 2)]
     assert json.loads(kept.read_text())["compared"]["r29"]["losses"] == [4.9, 4.8]
-    with pytest.raises(BadInput, match="r29 trains on 1,9.* and 2,000 documents have 512,000 .* more text"):
+    with pytest.raises(
+        BadInput, match="r29 trains on 1,9.* and 2,000 documents have 512,000 .* more text"
+    ):
         quality.quality((), ("r29",), shorter=1.0)
     with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
         quality.quality((), ("r29",), shorter=2.0, json_=kept)
@@ -88,7 +103,10 @@ def test_a_change_of_a_recipe_may_hold_colons():
 def test_curves_are_compared_with_the_first_recipe():
     from benches.quality import compare
 
-    first, second = [[(0, 8.0), (100, 4.0)], [(0, 8.0), (100, 4.2)]], [[(0, 8.0), (50, 4.0)], [(0, 8.0), (60, 4.0)]]
+    first, second = (
+        [[(0, 8.0), (100, 4.0)], [(0, 8.0), (100, 4.2)]],
+        [[(0, 8.0), (50, 4.0)], [(0, 8.0), (60, 4.0)]],
+    )
     rows = compare({"one": first, "two": second, "three": [[(0, 8.0), (90, 5.0)]], "none yet": []})
     assert list(rows) == ["one", "two", "three"]
     assert rows["one"]["loss"] == pytest.approx(4.1) and rows["one"]["p"] is None

@@ -1,4 +1,5 @@
-"""Benchmarks of loader, steps and kernels run and report; their limits are not enforced, the machine may be busy."""
+"""Benchmarks of loader, steps and kernels run and report; their limits are not enforced, the
+machine may be busy."""
 
 import json
 import time
@@ -27,7 +28,10 @@ def test_the_loader_is_measured(tmp_path):
     failed = [row for row in rows if row["passed"] is False]
     assert done.returncode == bool(failed), done.stderr
     masked = any("mask" in row["what"] for row in rows)  # where GPT-2's vocabulary is there
-    assert len([row for row in rows if row["below"]]) == 11 + 2 * masked and done.stdout.count("\n") == len(rows) + 1
+    assert (
+        len([row for row in rows if row["below"]]) == 11 + 2 * masked
+        and done.stdout.count("\n") == len(rows) + 1
+    )
     assert all(row["what"] in done.stdout for row in rows)
 
 
@@ -41,20 +45,34 @@ def test_the_index_is_measured():
 @pytest.mark.slow
 def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
     odd = tmp_path / "odd.py"
-    odd.write_text(STDLIB.read_text().replace("lanes=LANES", "lanes=LANES + 1").replace('name="stdlib"', 'name="odd"'))
+    odd.write_text(
+        STDLIB.read_text()
+        .replace("lanes=LANES", "lanes=LANES + 1")
+        .replace('name="stdlib"', 'name="odd"')
+    )
     file = tmp_path / "gpu.json"
-    done = bench("gpu", "--recipe", odd, "stdlib", "--steps", 3, "--data", shards, "--json", file, *GPU_TOY)
+    done = bench(
+        "gpu", "--recipe", odd, "stdlib", "--steps", 3, "--data", shards, "--json", file, *GPU_TOY
+    )
     assert done.returncode == 1, done.stderr
     content = json.loads(file.read_text())
-    assert list(content["failed"]) == ["odd"] and "cannot be divided over 2 devices" in content["failed"]["odd"]
+    assert (
+        list(content["failed"]) == ["odd"]
+        and "cannot be divided over 2 devices" in content["failed"]["odd"]
+    )
     assert content["failed"]["odd"][:60] in done.stdout
     (row,) = content["rows"]
     assert (row["recipe"], row["lanes"], row["lane_len"], row["steps"]) == ("stdlib", 8, 16, 3)
     assert 0 < row["step_ms_median"] <= row["step_ms_p99"] and row["compile_seconds"] > 0
     assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms_in_a_row"] * 1e3)
     assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
-    assert 0 < row["data_wait_ms"] < row["step_ms_in_a_row"] and 0 < row["loss"] < 6 and row["memory_needed"] > 0
-    # A CPU has no peak in the table, an allocator that counts nothing, and no kernels: each is said or left out.
+    assert (
+        0 < row["data_wait_ms"] < row["step_ms_in_a_row"]
+        and 0 < row["loss"] < 6
+        and row["memory_needed"] > 0
+    )
+    # A CPU has no peak in the table, an allocator that counts nothing, and no kernels: each is said
+    # or left out.
     assert row["mfu"] is row["memory_peak"] is None and "no kernel table" in row["profile"]
     assert "no MFU" in done.stdout and row["profile"] in done.stdout
 
@@ -75,7 +93,8 @@ class Later:
 
 @pytest.mark.parametrize("count", [2, 10])
 def test_time_grows_with_steps(monkeypatch, count):
-    """JAX returns from a step before it is computed; a clock that does not wait for it reads what a call takes."""
+    """JAX returns from a step before it is computed; a clock that does not wait for it reads what a
+    call takes."""
     from benches import steps
 
     monkeypatch.setattr(steps, "profile", lambda one: "none")
@@ -95,32 +114,50 @@ def test_a_recipe_is_measured_with_the_attention_that_it_trains_with(monkeypatch
     from benches import steps
 
     recipe, mesh, asked = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1]), []
-    monkeypatch.setattr(steps, "device_of", lambda *arguments, **named: asked.append((*arguments, named)) or 1 / 0)
+    monkeypatch.setattr(
+        steps, "device_of", lambda *arguments, **named: asked.append((*arguments, named)) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         next(steps.measure_recipe(recipe, "hash", steps.Settings(mesh, "xla", None, 2, None)))
     assert asked == [(mesh, "xla", {"recipe": recipe})]
 
 
 def test_kernels_of_a_gpu_are_added_up():
-    """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by module."""
+    """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by
+    module."""
     from benches.kernel_profile import Kernel, read
 
     def line(name: str, *events: tuple[int, int, int]) -> str:
         said = 'stats { metadata_id: 9 str_value: "gemm.1" }'
         text = [
-            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000 {said if i == 1 else ''} }}"
+            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000"
+            f" {said if i == 1 else ''} }}"
             for i, a, b in events
         ]
         return f'lines {{ name: "{name}" timestamp_ns: 1000 {" ".join(text)} }}'
 
-    names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate("abc", 1))
+    names = "".join(
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}'
+        for i, n in enumerate("abc", 1)
+    )
     names += 'stat_metadata { key: 9 value { id: 9 name: "hlo_op" } }'
-    first = line("Stream #7(Compute)", (1, 0, 3), (2, 4, 1), (1, 6, 3)) + line("Stream #8(NCCL)", (3, 1, 3))
+    first = line("Stream #7(Compute)", (1, 0, 3), (2, 4, 1), (1, 6, 3)) + line(
+        "Stream #8(NCCL)", (3, 1, 3)
+    )
     gpu = f'planes {{ name: "/device:GPU:0" {first} {line("XLA Modules", (2, 0, 90))} {names} }}'
     other = f'planes {{ name: "/device:GPU:1" {line("Stream #7(Compute)", (1, 0, 50))} {names} }}'
     profile = read(ProfileData.from_text_proto(f'planes {{ name: "/host:CPU" }} {other} {gpu}'))
-    assert profile.kernels == [Kernel("a", 2, 6.0, 0.6), Kernel("c", 1, 3.0, 0.3), Kernel("b", 1, 1.0, 0.1)]
-    assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == ("/device:GPU:0", 3, 10.0, 8.0)
+    assert profile.kernels == [
+        Kernel("a", 2, 6.0, 0.6),
+        Kernel("c", 1, 3.0, 0.3),
+        Kernel("b", 1, 1.0, 0.1),
+    ]
+    assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == (
+        "/device:GPU:0",
+        3,
+        10.0,
+        8.0,
+    )
     assert profile.by_operation == {"gemm.1": 6.0, "": 4.0}
     assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
 
@@ -130,19 +167,30 @@ def test_a_step_that_does_not_fit_is_one_error_message():
 
     mesh, recipe = make_mesh({"data": 1}, jax.local_devices()[:1]), find("stdlib").recipe
     said = gpu.failure_reason(
-        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"), recipe, mesh
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"),
+        recipe,
+        mesh,
     )
     assert said.startswith(
-        "recipe stdlib does not fit into the memory of 1 x cpu: 70.8 GB were asked for at once; give"
+        "recipe stdlib does not fit into the memory of 1 x cpu: 70.8 GB were asked for at once;"
+        " give"
     )
-    assert gpu.failure_reason(RuntimeError("INTERNAL: no\nmore"), recipe, mesh) == "recipe stdlib failed: INTERNAL: no"
+    assert (
+        gpu.failure_reason(RuntimeError("INTERNAL: no\nmore"), recipe, mesh)
+        == "recipe stdlib failed: INTERNAL: no"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY], ["--micro-batch 7", "give one of 16, 32, 64"]),
-        pytest.param(["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"], marks=pytest.mark.slow),
+        (
+            ["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY],
+            ["--micro-batch 7", "give one of 16, 32, 64"],
+        ),
+        pytest.param(
+            ["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"], marks=pytest.mark.slow
+        ),
         pytest.param(["--versus", "true"], ["--versus", "--data"], marks=pytest.mark.slow),
         pytest.param(["--rounds", "2"], ["--rounds would have no effect"], marks=pytest.mark.slow),
         (["--json", "no/such/folder.json"], ["there is no folder"]),
@@ -163,12 +211,18 @@ def test_a_machine_without_a_gpu_measures_its_cpu_only_if_told_to(versus, monkey
     monkeypatch.setattr(gpu, "race", lambda *_: ran.append("race"))
     monkeypatch.setattr(gpu, "measure_recipe", lambda *_: ran.append("steps") or ())
     monkeypatch.setattr(gpu, "visible_gpus", lambda _: 0)
-    words = {"recipe": ("stdlib",), "set": tuple(TINY), "versus": versus, "data": tmp_path if versus else None}
+    words = {
+        "recipe": ("stdlib",),
+        "set": tuple(TINY),
+        "versus": versus,
+        "data": tmp_path if versus else None,
+    }
     before = jax.config.values["jax_platforms"]
     try:
         jax.config.update("jax_platforms", None)
         with pytest.raises(
-            BadInput, match="measures on a GPU or TPU and JAX uses none here.*JAX_PLATFORMS=cpu measures"
+            BadInput,
+            match="measures on a GPU or TPU and JAX uses none here.*JAX_PLATFORMS=cpu measures",
         ):
             gpu.gpu(**words)
         jax.config.update("jax_platforms", "cpu")
@@ -179,7 +233,9 @@ def test_a_machine_without_a_gpu_measures_its_cpu_only_if_told_to(versus, monkey
     assert ran == ["race" if versus else "steps"]
 
 
-@pytest.mark.parametrize("words", ["tokenise a.txt", "generate", "fused", "cpu --recipes stdlib", "gpu"])
+@pytest.mark.parametrize(
+    "words", ["tokenise a.txt", "generate", "fused", "cpu --recipes stdlib", "gpu"]
+)
 def test_no_rounds_are_refused(words):
     with pytest.raises(BadInput, match="--rounds '0'"):
         main.call(["bench", *words.split(), "--rounds", "0"])

@@ -1,4 +1,5 @@
-"""Hosts, ports and HOST:PORT as users and launchers write them; the first host of a Slurm node list."""
+"""Hosts, ports and HOST:PORT as users and launchers write them; the first host of a Slurm node
+list."""
 
 import os
 
@@ -27,7 +28,10 @@ NOT_HOSTS = [
 @pytest.mark.parametrize(
     ("text", "host"),
     [
-        *((name, name) for name in ("node0", "node_1.svc", "10.0.0.1", "bücher", "a" * 63, "node0.")),
+        *(
+            (name, name)
+            for name in ("node0", "node_1.svc", "10.0.0.1", "bücher", "a" * 63, "node0.")
+        ),
         *((form, "::1") for form in ("::1", "[::1]")),
         *((form, "fe80::1%eth0") for form in ("fe80::1%eth0", "[fe80::1%eth0]")),
         *((text, None) for text in NOT_HOSTS),
@@ -37,7 +41,9 @@ def test_what_is_a_host(text, host):
     assert valid_host(text) == host
 
 
-@pytest.mark.parametrize("text", ["10.0.0.1:29500", "node0:1", "[::1]:29500", "[fe80::1%eth0]:65535"])
+@pytest.mark.parametrize(
+    "text", ["10.0.0.1:29500", "node0:1", "[::1]:29500", "[fe80::1%eth0]:65535"]
+)
 def test_host_and_port(text):
     assert host_and_port("--coordinator", text) == text
 
@@ -60,10 +66,14 @@ def test_host_and_port(text):
 )
 def test_what_is_not_host_and_port_is_an_error_that_shows_how_to_write_ipv6(text):
     message = said(lambda: host_and_port("--coordinator", text))
-    assert message.startswith(f"--coordinator {text!r} is not HOST:PORT") and "[::1]:29500" in message
+    assert (
+        message.startswith(f"--coordinator {text!r} is not HOST:PORT") and "[::1]:29500" in message
+    )
 
 
-@pytest.mark.parametrize(("host", "both"), [("::1", "[::1]:29500"), ("[::1]", "[::1]:29500"), ("node0", "node0:29500")])
+@pytest.mark.parametrize(
+    ("host", "both"), [("::1", "[::1]:29500"), ("[::1]", "[::1]:29500"), ("node0", "node0:29500")]
+)
 def test_a_host_and_a_port_are_joined(host, both):
     assert address("MASTER_ADDR", host, "MASTER_PORT", "29500") == both
 
@@ -110,7 +120,9 @@ def test_what_is_no_node_list_is_no_host(nodes, monkeypatch):
     assert valid_host(first_host(nodes)) is None
 
 
-@pytest.mark.parametrize(("ends", "host"), [("echo base36x0; echo more", "base36x0"), ("exit 1", "n1"), ("true", "n1")])
+@pytest.mark.parametrize(
+    ("ends", "host"), [("echo base36x0; echo more", "base36x0"), ("exit 1", "n1"), ("true", "n1")]
+)
 def test_scontrol_expands_a_list_where_it_is(ends, host, monkeypatch, tmp_path):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] || exit 1\n{ends}\n')

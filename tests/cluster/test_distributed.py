@@ -1,4 +1,5 @@
-"""A run of two processes equals the run of one; an error on one of them ends both with one message."""
+"""A run of two processes equals the run of one; an error on one of them ends both with one
+message."""
 
 import json
 import socket
@@ -15,7 +16,18 @@ from jspeed.cluster.rank import Rank
 from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data import TokenLoader, open_shards
 
-from ..multi_process import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
+from ..multi_process import (
+    REPOSITORY,
+    ended,
+    environment,
+    free_port,
+    metrics,
+    places,
+    shards,
+    start,
+    toy,
+    words,
+)
 
 
 @pytest.fixture
@@ -26,8 +38,12 @@ def data(tmp_path):
 @pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     arguments = ["--data", data, "--steps", 10, *toy("EVAL_EVERY=5")]
-    proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # where nobody answers
-    two = [start(tmp_path, place, "--run-dir", "two", "--mesh", "data=8", *arguments) for place in places(2, **proxies)]
+    # where nobody answers
+    proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    two = [
+        start(tmp_path, place, "--run-dir", "two", "--mesh", "data=8", *arguments)
+        for place in places(2, **proxies)
+    ]
     results = ended(two)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "10/10" in results[0][1] and "nats/" in results[0][1] and not results[1][2]
@@ -53,7 +69,8 @@ PLACES = """
     from jspeed.parallel.mesh import batch_rows, make_mesh, put_rows
 
     place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    with TokenLoader(open_shards([pathlib.Path(sys.argv[1])]), lanes=64, lane_len=31, **place) as loader:
+    with TokenLoader(open_shards([pathlib.Path(sys.argv[1])]), lanes=64, lane_len=31, **place) as \
+loader:
         batch = next(loader)
     array = put_rows(batch.tokens, batch_rows(make_mesh({"data": 8})))
     parts = {shard.index[0].start or 0: shard.data.tolist() for shard in array.addressable_shards}
@@ -63,19 +80,30 @@ PLACES = """
 
 @pytest.mark.slow
 def test_a_batch_of_two_processes_is_that_of_one(tmp_path, data):
-    """A global array (64, 32) of 8 shards (8, 32), which in a row are the batch of one process, bit for bit."""
+    """A global array (64, 32) of 8 shards (8, 32), which in a row are the batch of one process, bit
+    for bit."""
     shard = data / "toy_train_000001.bin"
     command = [sys.executable, "-c", textwrap.dedent(PLACES), str(shard)]
     pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    results = ended([subprocess.Popen(command, env=place, **pipes) for place in places(2, JAX_NUM_CPU_DEVICES=4)], 120)
+    results = ended(
+        [
+            subprocess.Popen(command, env=place, **pipes)
+            for place in places(2, JAX_NUM_CPU_DEVICES=4)
+        ],
+        120,
+    )
     assert [code for code, _, _ in results] == [0, 0], results
     told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     assert all(each["global"] == [64, 32] and each["local"] == [32, 32] for each in told)
     parts = {int(start): part for each in told for start, part in each["parts"].items()}
-    assert [len(each["parts"]) for each in told] == [4, 4] and sorted(parts) == list(range(0, 64, 8))
+    assert [len(each["parts"]) for each in told] == [4, 4] and sorted(parts) == list(
+        range(0, 64, 8)
+    )
     assert {np.shape(part) for part in parts.values()} == {(8, 32)}
     with TokenLoader(open_shards([shard]), lanes=64, lane_len=31) as loader:
-        np.testing.assert_array_equal(np.concatenate([parts[start] for start in sorted(parts)]), next(loader).tokens)
+        np.testing.assert_array_equal(
+            np.concatenate([parts[start] for start in sorted(parts)]), next(loader).tokens
+        )
 
 
 JOINS = """
@@ -95,17 +123,25 @@ def has_ipv6():
 @pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
 def test_two_processes_join_over_ipv6(tmp_path):
-    """torchrun's form of the address, without brackets: for the rendezvous and for JAX's own service."""
+    """torchrun's form of the address, without brackets: for the rendezvous and for JAX's own
+    service."""
     command = [sys.executable, "-c", textwrap.dedent(JOINS)]
     pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pair = [place | {"MASTER_ADDR": "::1", "JSPEED_WAIT_SECONDS": "30"} for place in places(2)]
     results = ended([subprocess.Popen(command, env=place, **pipes) for place in pair], 120)
-    assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [(0, ["[[0, 1], [1, 2]]"])] * 2, results
+    assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [
+        (0, ["[[0, 1], [1, 2]]"])
+    ] * 2, results
 
 
 def test_a_process_that_srun_did_not_start_says_that_it_is_alone(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "_rank", None)
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+    for name, value in {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     distributed.initialise()
     assert "one of the 4 tasks of Slurm's job: it runs alone\n" in capsys.readouterr().err
@@ -115,7 +151,8 @@ def test_a_process_that_srun_did_not_start_says_that_it_is_alone(monkeypatch, ca
 
 
 def test_joining_again_does_nothing(monkeypatch):
-    """Neither by other flags nor by half of a launcher's variables, which would be bad input the first time."""
+    """Neither by other flags nor by half of a launcher's variables, which would be bad input the
+    first time."""
     monkeypatch.setattr(distributed, "_rank", Rank(1, 2, "here:1"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     distributed.initialise("there:2", 4, 3)
@@ -127,21 +164,40 @@ def test_launch_gathers_the_result_of_every_process(tmp_path):
     (tmp_path / "text.txt").write_bytes(words(8000, 0))
     data = prepare_text([tmp_path / "text.txt"], tmp_path / "data", Tokenising("bytes"))
     flags = ["--standalone", "--nproc-per-node", 2, "--results", "results.json"]
-    run = [REPOSITORY / "scripts/speedrun.py", "--data", data, "--steps", 4, *toy()[1:], "--run-dir", "run"]
+    run = [
+        REPOSITORY / "scripts/speedrun.py",
+        "--data",
+        data,
+        "--steps",
+        4,
+        *toy()[1:],
+        "--run-dir",
+        "run",
+    ]
     ((code, out, err),) = ended([start(tmp_path, environment(), *flags, *run, script="launch.py")])
     assert code == 0, err
     first, second = json.loads((tmp_path / "results.json").read_text())
     assert (first["rank"], second["rank"], first["exit_code"], second["exit_code"]) == (0, 1, 0, 0)
     assert first["train_loss"] == second["train_loss"] == metrics(tmp_path / "run")[4]
-    assert first["val_loss"] == second["val_loss"] and first["steps"] == 4 and first["status"] == "stopped"
-    assert first["samples"] == (tmp_path / "run/samples.txt").read_text() and "samples" not in second
+    assert (
+        first["val_loss"] == second["val_loss"]
+        and first["steps"] == 4
+        and first["status"] == "stopped"
+    )
+    assert (
+        first["samples"] == (tmp_path / "run/samples.txt").read_text() and "samples" not in second
+    )
     assert out.count("nats/") == 1
 
 
 @pytest.mark.slow
 def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):
-    """Another seed on process 1; and the data folder missing on process 1 only. Nothing is left behind."""
-    for lines, word in [(["--seed", "2", "--data", data], "seed is 2 here but 1 on"), (["--data", "lost"], "lost")]:
+    """Another seed on process 1; and the data folder missing on process 1 only. Nothing is left
+    behind."""
+    for lines, word in [
+        (["--seed", "2", "--data", data], "seed is 2 here but 1 on"),
+        (["--data", "lost"], "lost"),
+    ]:
         first, second = places(2)
         pair = [
             start(tmp_path, first, "--run-dir", "run", "--data", data, *toy()),
@@ -150,7 +206,9 @@ def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):
         results = ended(pair, 60)
         assert [code for code, _, _ in results] == [2, 2], results
         errors = results[0][2] + results[1][2]
-        assert errors.startswith("error: process 1: ") and errors.count("\n") == 1 and word in errors
+        assert (
+            errors.startswith("error: process 1: ") and errors.count("\n") == 1 and word in errors
+        )
         assert not (tmp_path / "run").exists()
 
 
@@ -159,11 +217,17 @@ def test_nobody_at_the_coordinator_is_a_sentence_after_a_bounded_wait(tmp_path):
     port = free_port()
     flags = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process-id"]
     for index in (0, 1):
-        ((code, _, err),) = ended([start(tmp_path, environment(JSPEED_WAIT_SECONDS=2), *flags, index)], 60)
-        assert code == 2 and "waited 2 s" in err and err.startswith("error: ") and err.count("\n") == 1, err
+        ((code, _, err),) = ended(
+            [start(tmp_path, environment(JSPEED_WAIT_SECONDS=2), *flags, index)], 60
+        )
+        assert (
+            code == 2 and "waited 2 s" in err and err.startswith("error: ") and err.count("\n") == 1
+        ), err
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("", port))
         other.listen()
         ((code, _, err),) = ended([start(tmp_path, environment(), *flags, 0)], 60)
-    assert code == 2 and str(port) in err and err.startswith("error: ") and err.count("\n") == 1, err
+    assert code == 2 and str(port) in err and err.startswith("error: ") and err.count("\n") == 1, (
+        err
+    )

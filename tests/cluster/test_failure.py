@@ -1,4 +1,5 @@
-"""Time limits, graceful stop and exit codes of failures, in one process with a dictionary as the shared store."""
+"""Time limits, graceful stop and exit codes of failures, in one process with a dictionary as the
+shared store."""
 
 import socket
 import threading
@@ -25,7 +26,10 @@ def test_a_call_with_a_time_limit():
 
 @pytest.mark.parametrize(
     ("limit", "name", "bad"),
-    [(heartbeat_limit, "JSPEED_HEARTBEAT_SECONDS", ["0.5", "nan"]), (wait_limit, "JSPEED_WAIT_SECONDS", ["0", "x"])],
+    [
+        (heartbeat_limit, "JSPEED_HEARTBEAT_SECONDS", ["0.5", "nan"]),
+        (wait_limit, "JSPEED_WAIT_SECONDS", ["0", "x"]),
+    ],
 )
 def test_a_limit_that_cannot_work_is_refused(monkeypatch, limit, name, bad):
     monkeypatch.setenv(name, "6")
@@ -56,8 +60,13 @@ def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
     monkeypatch.setattr(distributed, "LIMIT", 0.1)
     monkeypatch.setattr(distributed, "JAX_LIMIT", 2)
     monkeypatch.setattr(distributed, "process_index", lambda: 1)
-    assert said(lambda: distributed.barrier("here")) == "process 1 waited 0.1 s for the others (here)"
-    assert said(lambda: distributed.broadcast("there", "")) == "process 1 waited 0.1 s for the others (there)"
+    assert (
+        said(lambda: distributed.barrier("here")) == "process 1 waited 0.1 s for the others (here)"
+    )
+    assert (
+        said(lambda: distributed.broadcast("there", ""))
+        == "process 1 waited 0.1 s for the others (there)"
+    )
     assert distributed.JAX_LIMIT > distributed.LIMIT
 
 
@@ -90,7 +99,11 @@ def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
             75,
         ),
         (jax.errors.JaxRuntimeError("INTERNAL: odd"), "JaxRuntimeError: INTERNAL: odd", FAULT),
-        (ValueError("UNKNOWN: Gloo reset"), "lost the connection to another process (UNKNOWN: Gloo reset)", 75),
+        (
+            ValueError("UNKNOWN: Gloo reset"),
+            "lost the connection to another process (UNKNOWN: Gloo reset)",
+            75,
+        ),
         (ValueError("no connection"), "ValueError: no connection", FAULT),
         (ValueError(), "ValueError: ValueError", FAULT),
     ],
@@ -102,14 +115,21 @@ def test_what_an_exception_becomes(monkeypatch, error, text, code):
 
 @pytest.fixture
 def peer(monkeypatch):
-    """This is process 1, which listens to process 0: the other end of the connection, and the exits of this process."""
+    """This is process 1, which listens to process 0: the other end of the connection, and the exits
+    of this process."""
     exits = []
 
     def end(*given):
         exits.append(given)
         raise SystemExit
 
-    for name, value in {"_received": {}, "_handlers": {}, "_lost": set(), "_threads": [], "_exit": end}.items():
+    for name, value in {
+        "_received": {},
+        "_handlers": {},
+        "_lost": set(),
+        "_threads": [],
+        "_exit": end,
+    }.items():
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure, "TICK", 0.05)
     monkeypatch.setattr(failure, "process_index", lambda: 1)
@@ -127,9 +147,13 @@ def listen(near):
 def test_a_message_in_parts_is_one_and_its_first_value_counts_also_before_its_call_is_there(peer):
     near, far, exits = peer
     far.sendall(b'[]\n["st')
-    threading.Timer(0.2, lambda: (far.sendall(b'op", "one"]\n["stop", "two"]\n'), far.shutdown(socket.SHUT_WR))).start()
+    threading.Timer(
+        0.2, lambda: (far.sendall(b'op", "one"]\n["stop", "two"]\n'), far.shutdown(socket.SHUT_WR))
+    ).start()
     listen(near)
-    assert exits == [("process 0 exited without an error message; see its output or its launcher's", 75)]
+    assert exits == [
+        ("process 0 exited without an error message; see its output or its launcher's", 75)
+    ]
     heard = []
     failure.on_message("stop", heard.append)
     failure._threads[0].join(10)
@@ -152,4 +176,6 @@ def test_silence_is_a_failure(peer):
         time.sleep(0.3)
     assert not exits
     listening.join(10)
-    assert exits == [("no heartbeat from process 0 for 2 s: it was stopped, hangs, or is unreachable", 75)]
+    assert exits == [
+        ("no heartbeat from process 0 for 2 s: it was stopped, hangs, or is unreachable", 75)
+    ]

@@ -1,4 +1,5 @@
-"""jspeed.join: a program of one's own on several processes; what it gathers, prints and leaves, and how it fails."""
+"""jspeed.join: a program of one's own on several processes; what it gathers, prints and leaves, and
+how it fails."""
 
 import json
 import textwrap
@@ -21,15 +22,25 @@ from .test_failure import Store
 def test_a_single_process_has_nothing_to_join(monkeypatch, tmp_path, capsys):
     with jspeed.join() as processes:
         assert (processes.index, processes.count) == (0, 1)
-        found = {"loss": np.float32(1.5), "of": jnp.arange(2), "at": (np.int64(3), None), "good": np.bool_(True)}
-        assert processes.gather(found) == [{"loss": 1.5, "of": [0, 1], "at": [3, None], "good": True}]
+        found = {
+            "loss": np.float32(1.5),
+            "of": jnp.arange(2),
+            "at": (np.int64(3), None),
+            "good": np.bool_(True),
+        }
+        assert processes.gather(found) == [
+            {"loss": 1.5, "of": [0, 1], "at": [3, None], "good": True}
+        ]
         processes.result({"loss": 1})
         monkeypatch.setenv("JSPEED_RESULT", str(tmp_path / "result"))
         processes.result({"loss": jnp.float32(2.5)})
         print("heard")
         with pytest.raises(TypeError, match="is no JSON: a set"):
             processes.gather({1, 2})
-    assert json.loads((tmp_path / "result").read_text()) == {"loss": 2.5} and capsys.readouterr().out == "heard\n"
+    assert (
+        json.loads((tmp_path / "result").read_text()) == {"loss": 2.5}
+        and capsys.readouterr().out == "heard\n"
+    )
     with pytest.raises(ZeroDivisionError), jspeed.join():
         1 / 0  # noqa: B018
     for code in (None, 3):
@@ -49,7 +60,9 @@ def test_half_of_a_launchers_variables_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end, jspeed.join():
         pass
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: RANK, WORLD_SIZE set without MASTER_")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(
+        "error: RANK, WORLD_SIZE set without MASTER_"
+    )
 
 
 @pytest.fixture
@@ -68,10 +81,13 @@ def store(monkeypatch):
 
 
 def test_values_come_by_index_and_a_gather_that_others_leave_out_is_a_sentence(store):
-    """Process 10, whose key comes before that of 2, is at the end of its block while the others gather once more."""
+    """Process 10, whose key comes before that of 2, is at the end of its block while the others
+    gather once more."""
     processes = Processes(1, 11)
     assert processes.gather(np.int32(1)) == list(range(11))
-    assert "at the end of jspeed.join() (process 10); call it on all" in said(lambda: processes.gather(1))
+    assert "at the end of jspeed.join() (process 10); call it on all" in said(
+        lambda: processes.gather(1)
+    )
 
 
 def test_a_gather_after_the_end_is_an_error():
@@ -91,7 +107,8 @@ def total(parts):
 
 with jspeed.join() as processes:
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
-    parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rows")), np.ones(4, np.float32))
+    parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rows")), \
+np.ones(4, np.float32))
     print("sum", float(total(parts)))
     sys.stderr.write("wrong soon\\n")  # in one write, so that no other thread comes between
     WRONG
@@ -111,25 +128,47 @@ RAISES = 'if processes.index == 1: raise ValueError("no such layer")'
                 (RAISES.replace("1", "0"), 70, "error: process 0: ValueError: no such layer"),
                 ("if processes.index == 1: sys.exit(3)", 3, "error: process 1: sys.exit(3)"),
                 ("if processes.index == 0: sys.exit('no')", 1, "error: process 0: no"),
-                ("if processes.index == 0: break_", 70, "error: process 0: NameError: name 'break_' is not defined"),
+                (
+                    "if processes.index == 0: break_",
+                    70,
+                    "error: process 0: NameError: name 'break_' is not defined",
+                ),
                 (
                     "if processes.index == 1: __import__('os')._exit(5)",
                     5,
-                    "error: process 1 exited without an error message; see its output or its launcher's",
+                    (
+                        "error: process 1 exited without an error message; see its output or its"
+                        " launcher's"
+                    ),
                 ),
-                ("if processes.index: processes.gather(1)\n    break_", 70, "error: process 0: NameError: name"),
+                (
+                    "if processes.index: processes.gather(1)\n    break_",
+                    70,
+                    "error: process 0: NameError: name",
+                ),
             ]
         ),
     ],
 )
-def test_what_is_wrong_on_one_ends_both_while_the_other_is_in_a_collective(tmp_path, wrong, code, line):
+def test_what_is_wrong_on_one_ends_both_while_the_other_is_in_a_collective(
+    tmp_path, wrong, code, line
+):
     (tmp_path / "sums.py").write_text(textwrap.dedent(SUMS).replace("WRONG", wrong))
     before = time.monotonic()
-    flags = ["--standalone", "--nproc-per-node", 2, "--prefix", "--results", "results.json", "sums.py"]
+    flags = [
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--prefix",
+        "--results",
+        "results.json",
+        "sums.py",
+    ]
     ((got, out, err),) = ended([start(tmp_path, environment(), *flags, script="launch.py")], 60)
     assert time.monotonic() - before < 30
     assert got == code and out == "[rank 0] sum 8.0\n", out + err
     (told,) = [words for words in err.splitlines() if "error: " in words]
-    assert told.startswith(f"[rank 0] {line}") and "wrong soon" in err  # the other may end before it prints that
+    # the other may end before it prints that
+    assert told.startswith(f"[rank 0] {line}") and "wrong soon" in err
     assert err.count("Traceback") == (code == 70) and "***" not in err and "SIG" not in err
     assert [one["exit_code"] for one in json.loads((tmp_path / "results.json").read_text())][0] != 0

@@ -1,4 +1,5 @@
-"""scripts/launch.py with small programs in place of a training run: ranks, output, failures, signals, restarts."""
+"""scripts/launch.py with small programs in place of a training run: ranks, output, failures,
+signals, restarts."""
 
 import json
 import signal
@@ -23,9 +24,16 @@ def launch(tmp_path):
     started = []
 
     def call(flags, program="", start=False):
-        (tmp_path / "program.py").write_text("import os, signal, sys, time\n" + textwrap.dedent(program))
+        (tmp_path / "program.py").write_text(
+            "import os, signal, sys, time\n" + textwrap.dedent(program)
+        )
         command = [*LAUNCH, *flags.split(), "program.py", "--flag", "of the program"]
-        settings = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        settings = {
+            "cwd": tmp_path,
+            "text": True,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         if start:
             started.append(subprocess.Popen(command, **settings))
             return started[-1]
@@ -38,14 +46,20 @@ def launch(tmp_path):
 
 
 def test_every_process_gets_its_rank(launch):
-    program = "print(*(os.environ[n] for n in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR')), "
+    program = (
+        "print(*(os.environ[n] for n in"
+        " ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR')), "
+    )
     program += "os.environ['MASTER_PORT'], sys.argv[1:])"
     done = launch(
-        "--nnodes 2 --node_rank=1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 77 --prefix", program
+        "--nnodes 2 --node_rank=1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 77"
+        " --prefix",
+        program,
     )
     assert done.returncode == 0 and not done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] {rank} 4 {rank - 2} 2 10.0.0.1 77 ['--flag', 'of the program']" for rank in (2, 3)
+        f"[rank {rank}] {rank} 4 {rank - 2} 2 10.0.0.1 77 ['--flag', 'of the program']"
+        for rank in (2, 3)
     ]
     alone = launch("--standalone --nproc-per-node 2 --prefix", program)
     assert {line.split()[2] for line in alone.stdout.splitlines()} == {"0", "1"}
@@ -57,11 +71,15 @@ def test_dry_run_prints_each_node(launch):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "ran" not in lines and lines[0] == "# node 0 of 3"
     assert [line.split()[0] for line in lines[1::2]] == ["RANK=0", "RANK=1", "RANK=2"]
-    assert all("MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line for line in lines[1::2])
+    assert all(
+        "MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line
+        for line in lines[1::2]
+    )
 
 
 def test_results_of_every_process_are_gathered(launch, tmp_path):
-    """Rank 0 leaves a result and samples, rank 1 a result and an error, rank 2 is killed before it can."""
+    """Rank 0 leaves a result and samples, rank 1 a result and an error, rank 2 is killed before it
+    can."""
     program = """
     import json
     rank = int(os.environ["RANK"])
@@ -82,7 +100,10 @@ def test_results_of_every_process_are_gathered(launch, tmp_path):
         {"rank": 2, "exit_code": -9},
     ]
     lost = launch("--results nowhere/all.json", program)
-    assert lost.returncode == 2 and "--results nowhere/all.json: there is no folder nowhere" in lost.stderr
+    assert (
+        lost.returncode == 2
+        and "--results nowhere/all.json: there is no folder nowhere" in lost.stderr
+    )
 
 
 @pytest.mark.slow
@@ -133,7 +154,9 @@ def test_sigterm_is_passed_on_and_becomes_sigkill(launch, stubborn, code):
     assert process.returncode == code and ("SIGKILL" in err) == stubborn
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process that its parent has died"
+)
 def test_none_is_left_over_when_the_launcher_is_killed(launch):
     program = """
     signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write("told\\n"), sys.exit(143)))
@@ -144,7 +167,8 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.kill()
     told = process.stdout.read().splitlines()  # ends when both are gone
-    assert set(told) == {"told"} and len(told) >= 2  # again where who adopts an orphan dies too: prctl(2)
+    # again where who adopts an orphan dies too: prctl(2)
+    assert set(told) == {"told"} and len(told) >= 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +178,10 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ("--nproc-per-node none", "--nproc-per-node none run"),
         ("--standalone", "--standalone --nnodes 2 run"),
         *(
-            (f"--master-addr {host!r}: expected a host's name or address", f"--master-addr={host} run")
+            (
+                f"--master-addr {host!r}: expected a host's name or address",
+                f"--master-addr={host} run",
+            )
             for host in ("node..1", "node0:29500", "http://node0", "", "a" * 64, "[node0]")
         ),
         ("--nnodes", "--nnodes two run"),
@@ -182,7 +209,16 @@ def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch,
     (tmp_path / "run").write_text("a file of that name is ./run")
     monkeypatch.chdir(tmp_path)
     for end in ([], ["--"]):
-        words = ["--nproc_per_node=2", "--dry-run", "--prefix", *end, "run", "--seed", "2", "--no-sample"]
+        words = [
+            "--nproc_per_node=2",
+            "--dry-run",
+            "--prefix",
+            *end,
+            "run",
+            "--seed",
+            "2",
+            "--no-sample",
+        ]
         assert parse(COMMAND, words, "jspeed launch")() == 0
         _, *lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 and lines[1].startswith("RANK=1 WORLD_SIZE=2 ")
@@ -191,7 +227,12 @@ def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch,
 
 @pytest.mark.parametrize("host", ["fd00::1", "[fd00::1]"])
 def test_ipv6_is_passed_on_without_brackets(host, capsys):
-    assert parse(COMMAND, ["--nnodes", "2", "--master-addr", host, "--dry-run", "run"], "jspeed launch")() == 0
+    assert (
+        parse(
+            COMMAND, ["--nnodes", "2", "--master-addr", host, "--dry-run", "run"], "jspeed launch"
+        )()
+        == 0
+    )
     assert "MASTER_ADDR=fd00::1 " in capsys.readouterr().out
 
 
@@ -210,7 +251,9 @@ def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch
     for code, expected in ((0, 2), (1, 1)):
         (tmp_path / "there").mkdir()
         done = launch("--results there/all.json", program.replace('os.environ["CODE"]', str(code)))
-        assert done.returncode == expected and "error: there/all.json cannot be written" in done.stderr
+        assert (
+            done.returncode == expected and "error: there/all.json cannot be written" in done.stderr
+        )
         (tmp_path / "gone").rmdir()
     program = """open(os.environ["JSPEED_RESULT"], "w").write("{half")"""
     assert launch("--results all.json", program).returncode == 0
@@ -220,8 +263,11 @@ def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch
 def test_the_record_of_ones_own_program_cannot_say_who_wrote_it(launch, tmp_path):
     program = """
     import json
-    json.dump({"rank": 7, "exit_code": 0, "run_dir": 5, "loss": 1.5}, open(os.environ["JSPEED_RESULT"], "w"))
+    json.dump({"rank": 7, "exit_code": 0, "run_dir": 5, "loss": 1.5}, \
+open(os.environ["JSPEED_RESULT"], "w"))
     sys.exit(3)
     """
     assert launch("--results all.json", program).returncode == 3
-    assert json.loads((tmp_path / "all.json").read_text()) == [{"rank": 0, "exit_code": 3, "run_dir": 5, "loss": 1.5}]
+    assert json.loads((tmp_path / "all.json").read_text()) == [
+        {"rank": 0, "exit_code": 3, "run_dir": 5, "loss": 1.5}
+    ]

@@ -5,15 +5,27 @@ import pytest
 from jspeed.cluster.rank import Rank, find_rank, local_devices, visible_gpus
 from jspeed.errors import BadInput
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+}
 TORCHRUN |= {"MASTER_PORT": "29500"}
-# What srun (22.05) sets for task 2 of a step, the shell of `salloc -n 4` where it is a step, and a batch script.
+# What srun (22.05) sets for task 2 of a step, the shell of `salloc -n 4` where it is a step, and a
+# batch script.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "4"}
 STEP |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
 SLURM = STEP | {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-SALLOC = BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
-SBATCH = {"MASTER_ADDR": "n1.site", "MASTER_PORT": "29500", "WORLD_SIZE": "4"}  # what a script for PyTorch exports
+SALLOC = (
+    BATCH
+    | STEP
+    | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
+)
+# what a script for PyTorch exports
+SBATCH = {"MASTER_ADDR": "n1.site", "MASTER_PORT": "29500", "WORLD_SIZE": "4"}
 ONE = {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 
 
@@ -23,19 +35,40 @@ def mpi(prefix, rank, size, local_rank, local_size):
 
 
 OPEN_MPI = mpi("OMPI_COMM_WORLD", 1, 3, 1, 3)
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH, Intel MPI
+# MPICH, Intel MPI
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 # Within Slurm, Hydra starts its processes from one that srun starts on each node: both have these.
 IN_PROXY = SALLOC | {"SLURM_NTASKS": "2"}
-PALS = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "0", "PALS_APID": "j"}
-FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "7", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+PALS = {
+    "PALS_RANKID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PALS_NODEID": "0",
+    "PALS_APID": "j",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "7",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+}
 # Ports are a hash of the job.
 HERE, N1 = "127.0.0.1:61440", "n1:62343"
 # What Kubeflow's Trainer 2 and Training Operator 1 set:
 # https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/jax/jax.go
 # https://github.com/kubeflow/training-operator/blob/release-1.9/pkg/controller.v1/jax/envvar.go
-TRAINER = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:29500"}
+TRAINER = {
+    "JAX_PROCESS_ID": "1",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:29500",
+}
 TRAINER |= {"JAX_COORDINATOR_PORT": "29500"}
-JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666"}
+JAXJOB = {
+    "PROCESS_ID": "1",
+    "NUM_PROCESSES": "2",
+    "COORDINATOR_ADDRESS": "job-worker-0",
+    "COORDINATOR_PORT": "6666",
+}
 
 
 @pytest.mark.parametrize(
@@ -44,25 +77,41 @@ JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-w
         ({}, None),
         (TORCHRUN, Rank(3, 4, "node0:29500", 1, 2)),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}, Rank(3, 4, "node0:29501", 1, 2)),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "JAX_COORDINATOR_PORT": "5"}, Rank(3, 4, "node0:5", 1, 2)),
+        (
+            TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "JAX_COORDINATOR_PORT": "5"},
+            Rank(3, 4, "node0:5", 1, 2),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         (SLURM, Rank(2, 4, N1, 0, 2)),
         (SLURM | {"JAX_COORDINATOR_PORT": "5"}, Rank(2, 4, "n1:5", 0, 2)),
         (SLURM | ONE, None),
         (BATCH, None),
         (SALLOC, None),
-        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:9"}, Rank(1, 3, "127.0.0.1:63227", 1, 3)),
+        (
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:9"},
+            Rank(1, 3, "127.0.0.1:63227", 1, 3),
+        ),
         (OPEN_MPI | {"PMIX_NAMESPACE": "@"}, Rank(1, 3, "127.0.0.1:65053", 1, 3)),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "JAX_COORDINATOR_ADDRESS": "a:1"}, Rank(2, 4, "a:1", 0, 8)),
-        # What a script exports for PyTorch beside srun: the address is the script's, the rank Slurm's.
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "JAX_COORDINATOR_ADDRESS": "a:1"},
+            Rank(2, 4, "a:1", 0, 8),
+        ),
+        # What a script exports for PyTorch beside srun: the address is the script's, the rank
+        # Slurm's.
         (SLURM | SBATCH, Rank(2, 4, "n1.site:29500", 0, 2)),
         (SLURM | SBATCH | {"RANK": "2"}, Rank(2, 4, "n1.site:29500", 0, 2)),
-        (SLURM | {"MASTER_ADDR": "n1.site", "MASTER_PORT": "29500"}, Rank(2, 4, "n1.site:29500", 0, 2)),
+        (
+            SLURM | {"MASTER_ADDR": "n1.site", "MASTER_PORT": "29500"},
+            Rank(2, 4, "n1.site:29500", 0, 2),
+        ),
         (SLURM | SBATCH | {"MASTER_ADDR": ""}, Rank(2, 4, N1, 0, 2)),  # scontrol failed there
         (SLURM | {"RANK": "7"}, Rank(2, 4, N1, 0, 2)),
         (SLURM | {"WORLD_SIZE": "8"}, Rank(2, 4, N1, 0, 2)),
         (SALLOC | {"WORLD_SIZE": "8"}, None),
-        (SLURM | {"JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "a:1"}, Rank(2, 4, "a:1", 0, 2)),
+        (
+            SLURM | {"JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "a:1"},
+            Rank(2, 4, "a:1", 0, 2),
+        ),
         # srun starts torchrun or jspeed launch, whose variables are those of this process.
         (SLURM | TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, Rank(3, 4, "node0:29500", 1, 2)),
         (SLURM | TORCHRUN | {"WORLD_SIZE": "16"}, Rank(3, 16, "node0:29500", 1, 2)),
@@ -78,15 +127,29 @@ JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-w
         (SLURM | {"PMIX_RANK": "2"}, Rank(2, 4, N1, 0, 2)),
         (SLURM | ONE | {"PMIX_RANK": "0", "PMI_RANK": "0", "PMI_SIZE": "1"}, None),
         (HYDRA, Rank(1, 2, HERE, 1, 2)),
-        (HYDRA | {"PMI_SIZE": "4", "JAX_COORDINATOR_ADDRESS": "[::1]:1"}, Rank(1, 4, "[::1]:1", 1, 2)),
+        (
+            HYDRA | {"PMI_SIZE": "4", "JAX_COORDINATOR_ADDRESS": "[::1]:1"},
+            Rank(1, 4, "[::1]:1", 1, 2),
+        ),
         (HYDRA | IN_PROXY, Rank(1, 2, "127.0.0.1:64130", 1, 2)),
-        (HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, None),
+        (
+            HYDRA
+            | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            None,
+        ),
         (mpi("MV2_COMM_WORLD", 1, 2, 1, 2), Rank(1, 2, HERE, 1, 2)),
-        (mpi("JSM_NAMESPACE", 1, 2, 1, 2) | mpi("OMPI_COMM_WORLD", 1, 2, 1, 2), Rank(1, 2, HERE, 1, 2)),
+        (
+            mpi("JSM_NAMESPACE", 1, 2, 1, 2) | mpi("OMPI_COMM_WORLD", 1, 2, 1, 2),
+            Rank(1, 2, HERE, 1, 2),
+        ),
         (mpi("PMI", 1, 2, 1, 2) | PALS, Rank(1, 2, "127.0.0.1:63435", 1, 2)),
-        (FLUX | {"JAX_COORDINATOR_ADDRESS": "a:1", "PMI_RANK": "5", "PMI_SIZE": "7"}, Rank(5, 7, "a:1", 1, 4)),
+        (
+            FLUX | {"JAX_COORDINATOR_ADDRESS": "a:1", "PMI_RANK": "5", "PMI_SIZE": "7"},
+            Rank(5, 7, "a:1", 1, 4),
+        ),
         (FLUX | {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, None),
-        ({"PBS_NP": "4", "PBS_TASKNUM": "1", "PBS_NODENUM": "0", "PBS_VNODENUM": "0"}, None),  # a batch script's
+        # a batch script's
+        ({"PBS_NP": "4", "PBS_TASKNUM": "1", "PBS_NODENUM": "0", "PBS_VNODENUM": "0"}, None),
         (
             OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"} | SBATCH | {"WORLD_SIZE": "3"},
             Rank(1, 3, "n1.site:29500", 1, 2),
@@ -104,9 +167,18 @@ JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-w
         (TRAINER, Rank(1, 2, "job-node-0-0.job:29500")),
         (JAXJOB, Rank(1, 2, "job-worker-0:6666")),
         # Left by something else, or of one process.
-        *(({name: "3"}, None) for name in ("RANK", "WORLD_SIZE", "PROCESS_ID", "NUM_PROCESSES", "LOCAL_RANK")),
-        *(({name: "a:1"}, None) for name in ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS")),
-        *(({name: "1"}, None) for name in ("MASTER_PORT", "JAX_COORDINATOR_PORT", "COORDINATOR_PORT")),
+        *(
+            ({name: "3"}, None)
+            for name in ("RANK", "WORLD_SIZE", "PROCESS_ID", "NUM_PROCESSES", "LOCAL_RANK")
+        ),
+        *(
+            ({name: "a:1"}, None)
+            for name in ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS")
+        ),
+        *(
+            ({name: "1"}, None)
+            for name in ("MASTER_PORT", "JAX_COORDINATOR_PORT", "COORDINATOR_PORT")
+        ),
         ({"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "1"}, None),
         ({"JAX_NUM_PROCESSES": "1"}, None),
         ({"PMI_SIZE": "1"}, None),
@@ -116,7 +188,10 @@ JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-w
         (TORCHRUN | {"MASTER_ADDR": "[fe80::1%eth0]"}, Rank(3, 4, "[fe80::1%eth0]:29500", 1, 2)),
         (TRAINER | {"JAX_COORDINATOR_ADDRESS": "[::1]:29500"}, Rank(1, 2, "[::1]:29500")),
         (JAXJOB | {"COORDINATOR_ADDRESS": "::1"}, Rank(1, 2, "[::1]:6666")),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "65535"}, Rank(3, 4, "node0:65534", 1, 2)),
+        (
+            TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "65535"},
+            Rank(3, 4, "node0:65534", 1, 2),
+        ),
         # A script may set torchrun's variables but the local ones, which the launcher then gives.
         (SLURM | SBATCH | {"RANK": "2", "JAX_PROCESS_ID": "0"}, Rank(2, 4, "n1.site:29500", 0, 2)),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
@@ -135,7 +210,11 @@ def test_flags_come_before_variables():
     ("word", "environment", "flags"),
     [
         ("MASTER_PORT", {name: TORCHRUN[name] for name in TORCHRUN if name != "MASTER_PORT"}, ()),
-        ("without WORLD_SIZE", {name: TORCHRUN[name] for name in TORCHRUN if name != "WORLD_SIZE"}, ()),
+        (
+            "without WORLD_SIZE",
+            {name: TORCHRUN[name] for name in TORCHRUN if name != "WORLD_SIZE"},
+            (),
+        ),
         ("'http'", TORCHRUN | {"JAX_COORDINATOR_PORT": "http"}, ()),
         ("NUM_PROCESSES is 2", JAXJOB | {"PROCESS_ID": "2"}, ()),
         ("RANK is 4", TORCHRUN | {"RANK": "4"}, ()),
@@ -153,35 +232,66 @@ def test_flags_come_before_variables():
         ("without OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE": "3"}, ()),
         ("without JAX_COORDINATOR_ADDRESS", {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"}, ()),
         ("without JAX_PROCESS_ID", {"JAX_NUM_PROCESSES": "2"}, ()),
-        ("without JAX_NUM_PROCESSES", {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"}, ()),
+        (
+            "without JAX_NUM_PROCESSES",
+            {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"},
+            (),
+        ),
         ("without COORDINATOR_ADDRESS", {"PROCESS_ID": "0", "NUM_PROCESSES": "2"}, ()),
         ("without MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, ()),
         ("without RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ()),
         ("without WORLD_SIZE", {"RANK": "0", "LOCAL_RANK": "0"}, ()),
         *(
             ("without", {name: "0"}, ())
-            for name in ("PMI_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+            for name in (
+                "PMI_RANK",
+                "MPI_LOCALRANKID",
+                "MV2_COMM_WORLD_RANK",
+                "PALS_RANKID",
+                "FLUX_TASK_RANK",
+            )
         ),
         ("without the number of processes", {"PMIX_RANK": "0"}, ()),
         ("without PMI_SIZE", PALS, ()),
         ("without MPI_LOCALRANKID", {"PMI_RANK": "0", "PMI_SIZE": "2"}, ()),
-        ("without SLURM_STEP_NUM_TASKS", {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, ()),
-        ("without SLURM_LOCALID", {name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"}, ()),
-        # One of several by Slurm, but not by what a shell has from elsewhere; and the other way round.
+        (
+            "without SLURM_STEP_NUM_TASKS",
+            {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+            (),
+        ),
+        (
+            "without SLURM_LOCALID",
+            {name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"},
+            (),
+        ),
+        # One of several by Slurm, but not by what a shell has from elsewhere; and the other way
+        # round.
         ("RANK is 0 but SLURM_PROCID is 2", SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, ()),
-        ("WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS is 4", SLURM | {"RANK": "2", "WORLD_SIZE": "1"}, ()),
+        (
+            "WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS is 4",
+            SLURM | {"RANK": "2", "WORLD_SIZE": "1"},
+            (),
+        ),
         ("WORLD_SIZE is 8 but SLURM_STEP_NUM_TASKS is 4", SLURM | SBATCH | {"WORLD_SIZE": "8"}, ()),
         ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SLURM | ONE | SBATCH, ()),
         ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SALLOC | SBATCH, ()),
         ("MASTER_PORT set without RANK", BATCH | SBATCH, ()),
         ("JAX_NUM_PROCESSES is 2 but SLURM", SLURM | {"JAX_NUM_PROCESSES": "2"}, ()),
-        ("WORLD_SIZE is 1 but JAX_NUM_PROCESSES is 2", TRAINER | {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ()),
+        (
+            "WORLD_SIZE is 1 but JAX_NUM_PROCESSES is 2",
+            TRAINER | {"WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            (),
+        ),
         ("PMIX_RANK is 1 but SLURM_PROCID is 0", SLURM | ONE | {"PMIX_RANK": "1"}, ()),
         ("RANK is 1 and WORLD_SIZE is 1", {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "1"}, ()),
         ("JAX_COORDINATOR_ADDRESS", HYDRA | {"PMI_SIZE": "4"}, ()),
         ("SLURM_STEP_NODELIST is 'n\\[]'", SLURM | {"SLURM_STEP_NODELIST": "n[]"}, ()),
         # RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID and nothing else.
-        ("LOCAL_WORLD_SIZE", {name: TORCHRUN[name] for name in TORCHRUN if name != "LOCAL_WORLD_SIZE"}, ()),
+        (
+            "LOCAL_WORLD_SIZE",
+            {name: TORCHRUN[name] for name in TORCHRUN if name != "LOCAL_WORLD_SIZE"},
+            (),
+        ),
         ("LOCAL_WORLD_SIZE", TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, ()),
     ],
 )
@@ -200,7 +310,10 @@ def test_gpus_are_divided_over_the_processes_of_a_node():
     # srun --gpus-per-task=2 shows each process its own two.
     two = {"CUDA_VISIBLE_DEVICES": "0,1"}
     for per_task in ("2", "h100:2"):
-        assert local_devices(Rank(1, 2, "a:1", 1, 2), two | {"SLURM_GPUS_PER_TASK": per_task}) == [0, 1]
+        assert local_devices(Rank(1, 2, "a:1", 1, 2), two | {"SLURM_GPUS_PER_TASK": per_task}) == [
+            0,
+            1,
+        ]
     # With --gpu-bind=none each sees all four.
     four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_PER_TASK": "2"}
     assert local_devices(Rank(1, 2, "a:1", 1, 2), four) == [2, 3]
@@ -212,7 +325,15 @@ def test_gpus_are_divided_over_the_processes_of_a_node():
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0,1", 2), ("0, 2", 2), ("1,-1,2", 1), ("GPU-8932f937,MIG-1a", 2)],
+    [
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("0,1", 2),
+        ("0, 2", 2),
+        ("1,-1,2", 1),
+        ("GPU-8932f937,MIG-1a", 2),
+    ],
 )
 def test_hidden_gpus_do_not_count(visible, count):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count

@@ -1,4 +1,5 @@
-"""Rendezvous: all processes connect, or each gets one error message with the reason. Threads stand for processes."""
+"""Rendezvous: all processes connect, or each gets one error message with the reason. Threads stand
+for processes."""
 
 import socket
 import threading
@@ -22,7 +23,8 @@ def port_of(meeting):
 
 
 def meeting(port, *guests, seconds=10, late=0.0):
-    """The port or the error message that each of ``guests``, (index, count), gets; process 0 comes ``late``."""
+    """The port or the error message that each of ``guests``, (index, count), gets; process 0 comes
+    ``late``."""
 
     def visit(guest):
         if not guest[0]:
@@ -75,12 +77,17 @@ def test_missing_processes_are_named():
     first, second = meeting(port, (0, 4), (2, 4), seconds=0.5)
     assert first == second and "these are missing: 1, 3;" in first and str(port) in first
     (alone,) = meeting(port, (1, 2), seconds=0.5)
-    assert f"process 1 of 2 waited 0.5 s for process 0 at 127.0.0.1:{port} (Connection refused)" in alone
+    assert (
+        f"process 1 of 2 waited 0.5 s for process 0 at 127.0.0.1:{port} (Connection refused)"
+        in alone
+    )
 
 
 def test_a_wrong_world_size_is_an_error_for_all():
     first, second = meeting(free_port(), (0, 2), (1, 3))
-    assert first == second and "process 1 was started as one of 3 but process 0 as one of 2" in first
+    assert (
+        first == second and "process 1 was started as one of 3 but process 0 as one of 2" in first
+    )
 
 
 def test_a_duplicate_rank_is_refused_and_the_others_connect():
@@ -88,7 +95,9 @@ def test_a_duplicate_rank_is_refused_and_the_others_connect():
     with ThreadPoolExecutor(1) as pool:
         two = pool.submit(meeting, port, (0, 3), (1, 3))
         time.sleep(1)
-        assert "another process is process 1 of 3 already" in said(lambda: rendezvous("127.0.0.1", port, 1, 3, 10, 9))
+        assert "another process is process 1 of 3 already" in said(
+            lambda: rendezvous("127.0.0.1", port, 1, 3, 10, 9)
+        )
         third = port_of(rendezvous("127.0.0.1", port, 2, 3, 10, 9))
         assert two.result() == [third, third]
 
@@ -124,7 +133,9 @@ def test_a_port_that_is_taken_or_serves_something_else():
                         guest.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert "(another service answers there)" in said(lambda: rendezvous("127.0.0.1", port, 1, 2, 0.5, 9))
+        assert "(another service answers there)" in said(
+            lambda: rendezvous("127.0.0.1", port, 1, 2, 0.5, 9)
+        )
 
 
 def test_a_proxy_passes_bytes_both_ways_and_stays_open_when_its_far_end_closes():
@@ -149,7 +160,9 @@ def test_a_proxy_passes_bytes_both_ways_and_stays_open_when_its_far_end_closes()
 
 def test_the_far_end_of_a_proxy_hears_that_the_near_one_has_ended():
     with socket.create_server(("127.0.0.1", 0)) as service:
-        with socket.create_connection(("127.0.0.1", proxy("127.0.0.1", service.getsockname()[1]))) as near:
+        with socket.create_connection(
+            ("127.0.0.1", proxy("127.0.0.1", service.getsockname()[1]))
+        ) as near:
             far = service.accept()[0]
             near.sendall(b"last words")
         far.settimeout(5)

@@ -1,4 +1,5 @@
-"""The command ``jspeed``: its help, its examples, and what it says to words that it does not know."""
+"""The command ``jspeed``: its help, its examples, and what it says to words that it does not
+know."""
 
 import logging
 import re
@@ -91,8 +92,14 @@ def test_examples_of_all_name_commands():
         ("run '--se\ned' 1", "'--seed'"),
         ("prepare text a --out b --end-of-text befor", "--end-of-text"),
         ("prepare text a", "--out"),
-        *((f"prepare text a --out b --processes {number}", "--processes") for number in (0, -1, 1025)),
-        *((f"prepare text a --out b --val-fraction {part}", "--val-fraction") for part in (0, 1, -1, "nan")),
+        *(
+            (f"prepare text a --out b --processes {number}", "--processes")
+            for number in (0, -1, 1025)
+        ),
+        *(
+            (f"prepare text a --out b --val-fraction {part}", "--val-fraction")
+            for part in (0, 1, -1, "nan")
+        ),
         *((f"prepare {name} --seed -1", "--seed") for name in ("text a --out b", "openwebtext")),
         ("export --out x", "MODEL"),
         ("leaderboard add", "RUN_DIR"),
@@ -189,43 +196,66 @@ def test_the_fields_of_a_dataclass_are_flags(capsys):
     with pytest.raises(SystemExit):
         parse(command, ["--help"], "drawn")
     text = capsys.readouterr().out
-    places = [text.index(words) for words in ("How wide. (default: 1)", "Draw nothing", "\nrest:", "What to set.")]
+    places = [
+        text.index(words)
+        for words in ("How wide. (default: 1)", "Draw nothing", "\nrest:", "What to set.")
+    ]
     assert places == sorted(places)
 
 
 def test_the_words_after_a_command_that_takes_them_are_left_alone():
-    def launch(sure: bool = False, number: int = 0, rest: Annotated[tuple[str, ...], Wants("REST", True)] = ()) -> None:
+    def launch(
+        sure: bool = False,
+        number: int = 0,
+        rest: Annotated[tuple[str, ...], Wants("REST", True)] = (),
+    ) -> None:
         """Take the rest."""
         global got
         got = (sure, number, rest)
 
-    launch.__annotations__ = {"sure": bool, "number": int, "rest": Annotated[tuple[str, ...], Wants("REST", True)]}
-    parse(Command(launch, rest="rest"), "--sure --number 2 run --sure --number 3 -h -- x".split(), "launch")()
+    launch.__annotations__ = {
+        "sure": bool,
+        "number": int,
+        "rest": Annotated[tuple[str, ...], Wants("REST", True)],
+    }
+    parse(
+        Command(launch, rest="rest"),
+        "--sure --number 2 run --sure --number 3 -h -- x".split(),
+        "launch",
+    )()
     assert got == (True, 2, ("run", "--sure", "--number", "3", "-h", "--", "x"))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"]])
 def test_the_first_screen_is_there_at_once(words):
-    code = "import sys; sys.argv = ['jspeed', *sys.argv[1:]]; from jspeed.commands.main import main\n"
+    code = (
+        "import sys; sys.argv = ['jspeed', *sys.argv[1:]]; from jspeed.commands.main import main\n"
+    )
     code += "try: main()\nexcept SystemExit as end: sys.exit(end.code or 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "jspeed" in done.stdout
 
 
 @pytest.mark.parametrize(("devices", "kept"), [("", False), ("0", True)])
-def test_a_cuda_plugin_that_cannot_start_is_news_only_where_there_is_a_gpu(monkeypatch, devices, kept):
+def test_a_cuda_plugin_that_cannot_start_is_news_only_where_there_is_a_gpu(
+    monkeypatch, devices, kept
+):
     logger = logging.getLogger("jax._src.xla_bridge")
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     main.settle_logs()
     told = "Jax plugin configuration error: Exception when calling %s.initialize()"
-    record = logger.makeRecord(logger.name, logging.ERROR, "", 0, told, ("jax_plugins.xla_cuda12",), None)
+    record = logger.makeRecord(
+        logger.name, logging.ERROR, "", 0, told, ("jax_plugins.xla_cuda12",), None
+    )
     assert bool(logger.filter(record)) == kept
     assert logger.filter(logger.makeRecord(logger.name, logging.ERROR, "", 0, "another", (), None))
 
 
 def checked(
-    few: Annotated[Count, Wants("N")] = 1, rate: Positive | None = None, some: tuple[CountOrZero, ...] = ()
+    few: Annotated[Count, Wants("N")] = 1,
+    rate: Positive | None = None,
+    some: tuple[CountOrZero, ...] = (),
 ) -> None:
     """Take what fits."""
     global got

@@ -62,7 +62,9 @@ def test_a_sample_of_python_s_library_begins_with_code(tmp_path, monkeypatch, as
     folder, prompts = make_run(tmp_path / "run", data=as_run()["data"] | data), []
     model = SimpleNamespace(recipe=SimpleNamespace(sample=Sample(prompt=asked)))
     monkeypatch.setattr("jspeed.inference.trained.load_model", lambda _: model)
-    monkeypatch.setattr("jspeed.inference.generate.sample", lambda _, given, *__: prompts.extend(given) or given)
+    monkeypatch.setattr(
+        "jspeed.inference.generate.sample", lambda _, given, *__: prompts.extend(given) or given
+    )
     run.write_samples(folder)
     assert prompts == [prompt]
 
@@ -74,7 +76,13 @@ def test_a_sample_of_python_s_library_begins_with_code(tmp_path, monkeypatch, as
         ({"set_": (*TINY, "LANES=12")}, "12 lanes of 16. cannot be divided over 8 devices"),
         ({"attention": "cudnn"}, "--attention cudnn: on cpu devices"),
         ({"layout": "tp", "mesh": "data=2,model=4"}, "--mesh model=4, recipe stdlib: .*heads"),
-        ({"steps": 13}, "--steps 13: the schedule of recipe stdlib has 12 steps, .*--set STEPS=13 for a longer one"),
+        (
+            {"steps": 13},
+            (
+                "--steps 13: the schedule of recipe stdlib has 12 steps, .*--set STEPS=13 for a"
+                " longer one"
+            ),
+        ),
         ({"resume": True}, "--resume needs --run-dir"),
     ],
 )
@@ -87,9 +95,21 @@ def test_a_layout_is_shown_of_what_would_run(options, words, capsys):
 @pytest.mark.parametrize(
     ("options", "given", "words"),
     [
-        ({"set_": ("LANES=8",)}, {"show_recipe": True}, "--show-recipe prints .* --set would have no effect"),
-        ({}, {"show_layout": True, "plan": "n=4"}, "--show-layout prints .* --plan would have no effect"),
-        ({"processes": 2, "process_id": 0}, {"show_tiles": "embed"}, "--processes, --process-id would have no effect"),
+        (
+            {"set_": ("LANES=8",)},
+            {"show_recipe": True},
+            "--show-recipe prints .* --set would have no effect",
+        ),
+        (
+            {},
+            {"show_layout": True, "plan": "n=4"},
+            "--show-layout prints .* --plan would have no effect",
+        ),
+        (
+            {"processes": 2, "process_id": 0},
+            {"show_tiles": "embed"},
+            "--processes, --process-id would have no effect",
+        ),
     ],
 )
 def test_what_is_only_shown_refuses_what_it_does_not_use(options, given, words):
@@ -98,7 +118,9 @@ def test_what_is_only_shown_refuses_what_it_does_not_use(options, given, words):
 
 
 def test_a_plan_and_a_race_take_no_more_steps_than_there_are(tmp_path):
-    options = Options(recipe="stdlib", set_=tuple(TINY), steps=13, run_dir=tmp_path / "p", data=tmp_path)
+    options = Options(
+        recipe="stdlib", set_=tuple(TINY), steps=13, run_dir=tmp_path / "p", data=tmp_path
+    )
     with pytest.raises(BadInput, match="has 12 steps"):
         run_series(options, "n=4")
     with pytest.raises(BadInput, match="recipe stdlib has 250 steps"):

@@ -1,4 +1,5 @@
-"""A local HTTP server with the Hugging Face Hub's protocol for data sets, and faults that tests inject."""
+"""A local HTTP server with the Hugging Face Hub's protocol for data sets, and faults that tests
+inject."""
 
 import hashlib
 import json
@@ -13,11 +14,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """``files``: (repository, name) -> content. ``faults``: name -> what its next GETs do wrong, in order.
+    """``files``: (repository, name) -> content. ``faults``: name -> what its next GETs do wrong, in
+    order.
 
-    A fault is ``("cut", bytes)``: the connection ends after so many; ``("hang", bytes)``: then it waits for
-    ``released``; ``("corrupt",)``: one byte is flipped; ``("short", bytes)``: it says and sends fewer;
-    ``("status", code)``.
+    A fault is ``("cut", bytes)``: the connection ends after so many; ``("hang", bytes)``: then it
+    waits for ``released``; ``("corrupt",)``: one byte is flipped; ``("short", bytes)``: it says and
+    sends fewer; ``("status", code)``.
     """
 
     daemon_threads = True
@@ -61,7 +63,9 @@ class Handler(BaseHTTPRequestHandler):
         form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         repository = self.path.removeprefix("/api/datasets/").split("/paths-info/")[0]
         known = self.server.files
-        self._json([self._entry(repository, name) for name in form["paths"] if (repository, name) in known])
+        self._json(
+            [self._entry(repository, name) for name in form["paths"] if (repository, name) in known]
+        )
 
     def _entry(self, repository: str, name: str) -> dict:
         content = self.server.files[repository, name]
@@ -76,9 +80,13 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/datasets/"):
             repository, _, rest = path.removeprefix("/api/datasets/").partition("/revision/")
             if rest:
-                return self._json({"id": repository, "sha": COMMIT, "private": False, "siblings": [], "tags": []})
+                return self._json(
+                    {"id": repository, "sha": COMMIT, "private": False, "siblings": [], "tags": []}
+                )
             repository, _, _ = path.removeprefix("/api/datasets/").partition("/tree/")
-            return self._json([self._entry(repo, name) for repo, name in self.server.files if repo == repository])
+            return self._json(
+                [self._entry(repo, name) for repo, name in self.server.files if repo == repository]
+            )
         if path.startswith("/datasets/"):
             repository, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
             name = rest.partition("/")[2]
@@ -87,7 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             content = self.server.files[repository, name]
             self.send_response(302)
             self.send_header(
-                "Location", f"http://localhost:{self.server.server_address[1]}/cdn/{repository}/{name}"
+                "Location",
+                f"http://localhost:{self.server.server_address[1]}/cdn/{repository}/{name}",
             )  # another host
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("X-Linked-Size", str(len(content)))

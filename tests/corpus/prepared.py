@@ -1,4 +1,5 @@
-"""Test helpers for prepared data: make inputs, run the script, read folders back without the package."""
+"""Test helpers for prepared data: make inputs, run the script, read folders back without the
+package."""
 
 import gzip
 import hashlib
@@ -19,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare.py"
 SHARED = ROOT.parent / "shared" / "data"
 VOCABULARY = SHARED / "tiktoken_cache"
-needs_gpt2 = pytest.mark.skipif(not VOCABULARY.is_dir(), reason=f"no GPT-2 vocabulary in {VOCABULARY}")
+needs_gpt2 = pytest.mark.skipif(
+    not VOCABULARY.is_dir(), reason=f"no GPT-2 vocabulary in {VOCABULARY}"
+)
 
 
 def read_shard(path):
@@ -40,15 +43,22 @@ def documents_in(tokens, bos_id):
 
 
 def byte_documents(folder, split):
-    return [piece.astype(np.uint8).tobytes() for piece in documents_in(read_split(folder, split), 256)]
+    return [
+        piece.astype(np.uint8).tobytes() for piece in documents_in(read_split(folder, split), 256)
+    ]
 
 
 def check_manifest(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert {file["name"] for file in manifest["files"]} | {"manifest.json"} == set(os.listdir(folder))
+    assert {file["name"] for file in manifest["files"]} | {"manifest.json"} == set(
+        os.listdir(folder)
+    )
     for file in manifest["files"]:
         content = (folder / file["name"]).read_bytes()
-        assert (file["bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+        assert (file["bytes"], file["sha256"]) == (
+            len(content),
+            hashlib.sha256(content).hexdigest(),
+        )
         tokens = read_shard(folder / file["name"])
         assert file["tokens"] == len(tokens)
         assert file["documents"] == np.count_nonzero(tokens == manifest["bos_id"])
@@ -61,8 +71,12 @@ def check_manifest(folder):
 
 
 def jsonl(path, texts):
-    content = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
-    packed = {".xz": partial(lzma.compress, preset=0), ".gz": gzip.compress}.get(path.suffix.lower(), bytes)
+    content = "".join(
+        json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)
+    ).encode()
+    packed = {".xz": partial(lzma.compress, preset=0), ".gz": gzip.compress}.get(
+        path.suffix.lower(), bytes
+    )
     path.write_bytes(packed(content))
     return path
 

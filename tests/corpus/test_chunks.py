@@ -26,7 +26,9 @@ NAMES = {"xz": "xz", "gz": "gzip", "zst": "zstd"}
 
 
 def read(path):
-    return b"".join(document for piece in pieces([path]) for segment in piece for document in documents(segment))
+    return b"".join(
+        document for piece in pieces([path]) for segment in piece for document in documents(segment)
+    )
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -45,7 +47,8 @@ def test_everything_is_read(tmp_path, ending):
             (one + 8 * b"\0" + two + 4 * b"\0", LONG + b"two"),  # padding, as xz allows it
             (lzma.compress(b"alone", format=lzma.FORMAT_ALONE), b"alone"),  # .lzma's own
         ],
-        "gz": [(one + 9 * b"\0", LONG), (one + b"\0" + two, LONG + b"two")],  # padding, as gzip allows it
+        # padding, as gzip allows it
+        "gz": [(one + 9 * b"\0", LONG), (one + b"\0" + two, LONG + b"two")],
         "zst": [(one + SKIPPABLE + two, LONG + b"two"), (SKIPPABLE + one, LONG)],
     }[ending]
     for content, text in cases:
@@ -60,7 +63,16 @@ def test_what_cannot_be_read_whole_is_refused(tmp_path, ending):
     one, two = compress(LONG), compress(b"two")
     damaged = bytearray(two)
     damaged[len(two) // 2] ^= 255
-    cases = [one + b"junk", one + b"j", one + two[:-3], one + two[:2], one + damaged, one[:-7], 4 * b"\0" + one, b""]
+    cases = [
+        one + b"junk",
+        one + b"j",
+        one + two[:-3],
+        one + two[:2],
+        one + damaged,
+        one[:-7],
+        4 * b"\0" + one,
+        b"",
+    ]
     cases += [b"plain", one + 5 * b"\0" + b"junk"]
     cases += [one + 3 * b"\0", one + 2 * b"\0" + two] if ending == "xz" else []
     for content in cases:
@@ -72,13 +84,19 @@ def test_what_cannot_be_read_whole_is_refused(tmp_path, ending):
 def test_zstd_needs_a_package(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"content")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install '\.\[parquet\]'"):
+    with pytest.raises(
+        BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install '\.\[parquet\]'"
+    ):
         read(tmp_path / "a.txt.zst")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.xz", "a.jsonl.gz", "a.txt.zst", "A.TXT.GZ"])
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.xz", "a.jsonl.gz", "a.txt.zst", "A.TXT.GZ"]
+)
 def test_a_byte_order_mark_is_no_text(tmp_path, name):
-    content = codecs.BOM_UTF8 + (b'{"text": "word"}\n{"text": "more"}' if ".jsonl" in name else b"wordmore")
+    content = codecs.BOM_UTF8 + (
+        b'{"text": "word"}\n{"text": "more"}' if ".jsonl" in name else b"wordmore"
+    )
     (tmp_path / name).write_bytes(COMPRESS.get(name.lower().rpartition(".")[2], bytes)(content))
     assert read(tmp_path / name) == b"wordmore"
 

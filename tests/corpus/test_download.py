@@ -1,4 +1,5 @@
-"""Downloads from a local server: cut, killed, corrupt, of the wrong size, without a network, on a full disk."""
+"""Downloads from a local server: cut, killed, corrupt, of the wrong size, without a network, on a
+full disk."""
 
 import hashlib
 import json
@@ -49,10 +50,30 @@ def hub():
 
 
 def command(hub, tmp_path, shards, **environment):
-    line = [sys.executable, "-W", "error", str(SCRIPT), "fineweb", "--shards", str(shards), "--out", tmp_path / "set"]
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
+    line = [
+        sys.executable,
+        "-W",
+        "error",
+        str(SCRIPT),
+        "fineweb",
+        "--shards",
+        str(shards),
+        "--out",
+        tmp_path / "set",
+    ]
+    own = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "*",
+    }
     # Not to look for Xet's own protocol, which this server lacks.
-    return [str(word) for word in line], {**os.environ, **own, "HF_HUB_DISABLE_XET": "1", **environment}
+    return [str(word) for word in line], {
+        **os.environ,
+        **own,
+        "HF_HUB_DISABLE_XET": "1",
+        **environment,
+    }
 
 
 def fineweb(hub, tmp_path, shards, **environment):
@@ -71,7 +92,10 @@ def check(tmp_path, shards):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["source"]["commit"] == COMMIT and manifest["source"]["repository"] == REPOSITORY
     totals = manifest["splits"]["train"]
-    assert (totals["files"], totals["tokens"]) == (shards, sum(len(CONTENT[name]) // 2 - 512 for name in names[1:]))
+    assert (totals["files"], totals["tokens"]) == (
+        shards,
+        sum(len(CONTENT[name]) // 2 - 512 for name in names[1:]),
+    )
 
 
 def test_shards_come_whole_and_more_can_be_added(hub, tmp_path):
@@ -105,7 +129,8 @@ def test_cut_corrupt_and_short_answers_are_made_good(hub, tmp_path):
         (("corrupt",), f"fineweb_train_000001.bin of {REPOSITORY}.* came with SHA-256"),
         pytest.param(
             ("short", 1000),
-            "fineweb_train_000001.bin .* cannot be fetched .*should be of size 18001024 but has size 1000",
+            "fineweb_train_000001.bin .* cannot be fetched .*should be of size 18001024 but has"
+            " size 1000",
             marks=pytest.mark.slow,
         ),
     ],
@@ -122,11 +147,15 @@ def test_what_stays_wrong_is_said(hub, tmp_path, fault, words):
     assert hub.gets["fineweb_val_000000.bin"] == 1  # what had come is kept
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_killed_download_is_gone_on_with(hub, tmp_path, signal_number):
     hub.faults = {"fineweb_train_000001.bin": [("hang", WRITTEN + 100_000)]}
     line, variables = command(hub, tmp_path, 2)
-    process = subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert hub.hanging.wait(60)
     val = tmp_path / ".set.download" / "fineweb_val_000000.bin"
     while not val.exists():
@@ -148,7 +177,12 @@ def test_no_network_no_room_no_such_shard(hub, tmp_path):
         ({"HF_HUB_OFFLINE": "1"}, "cannot be asked for its files (OfflineModeIsEnabled"),
     ):
         code, out, err = fineweb(hub, tmp_path, 1, **environment)
-        assert (code, out) == (2, "") and err.count("\n") == 1 and words in err and "HF_ENDPOINT" in err
+        assert (
+            (code, out) == (2, "")
+            and err.count("\n") == 1
+            and words in err
+            and "HF_ENDPOINT" in err
+        )
     code, out, err = fineweb(hub, tmp_path, 104)
     assert (code, out) == (2, "") and "FineWeb 10B has 1 to 103 training shards" in err
     code, out, err = fineweb(hub, tmp_path, 4)
@@ -159,7 +193,9 @@ def test_no_network_no_room_no_such_shard(hub, tmp_path):
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
     with pytest.raises(BadInput, match="has room for 0.0 GB but needs 200.0 GB"):
-        download.fetch_hub("a/b", COMMIT, [download.Remote("x", 200 * 10**9, None)], tmp_path, lambda _: None)
+        download.fetch_hub(
+            "a/b", COMMIT, [download.Remote("x", 200 * 10**9, None)], tmp_path, lambda _: None
+        )
 
 
 # One file from a URL
@@ -177,14 +213,23 @@ SHA = hashlib.sha256(TEXT).hexdigest()
 
 @pytest.mark.parametrize(
     ("faults", "gets"),
-    [([], 1), ([("cut", 1000), ("cut", 0), ("cut", 5000)], 4), ([("corrupt",)], 2), ([("status", 503)] * 3, 4)],
+    [
+        ([], 1),
+        ([("cut", 1000), ("cut", 0), ("cut", 5000)], 4),
+        ([("corrupt",)], 2),
+        ([("status", 503)] * 3, 4),
+    ],
 )
 def test_fetch(hub, url, tmp_path, faults, gets):
     hub.faults = {"text.txt": list(faults)}
     counted = []
     file = Download("text.txt", url, SHA)
     path = download.fetch(file, tmp_path / "new", lambda count, total: counted.append(count))
-    assert path.read_bytes() == TEXT and os.listdir(path.parent) == ["text.txt"] and hub.gets["text.txt"] == gets
+    assert (
+        path.read_bytes() == TEXT
+        and os.listdir(path.parent) == ["text.txt"]
+        and hub.gets["text.txt"] == gets
+    )
     assert download.fetch(file, path.parent) == path and hub.gets["text.txt"] == gets
     assert sum(counted) == len(TEXT)
 
@@ -232,7 +277,8 @@ def other_manifest(folder):
     ],
 )
 def test_fineweb_is_not_mixed_into_other_data(tmp_path, change, message):
-    """A folder with foreign shards, or a manifest that is not FineWeb's, complete or not; no network is asked."""
+    """A folder with foreign shards, or a manifest that is not FineWeb's, complete or not; no
+    network is asked."""
     (tmp_path / "set").mkdir()
     change(tmp_path / "set")
     before = {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()}

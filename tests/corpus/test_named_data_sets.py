@@ -18,7 +18,9 @@ from jspeed.run.options import Options
 from jspeed.run.setup import load_recipe
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-NAMES, SHAKESPEARE = (SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt"))
+NAMES, SHAKESPEARE = (
+    SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt")
+)
 needs_classics = pytest.mark.skipif(not NAMES.is_file(), reason=f"no names.txt in {NAMES.parent}")
 
 
@@ -41,11 +43,17 @@ def manifest(folder):
 def test_names(tmp_path):
     out = named_data_sets.prepare_names(tmp_path / "names", NAMES)
     facts = manifest(out)
-    assert (facts["vocab_size"], facts["bos_id"], facts["pad_id"], facts["truncated"]) == (28, 26, 27, 0)
+    assert (facts["vocab_size"], facts["bos_id"], facts["pad_id"], facts["truncated"]) == (
+        28,
+        26,
+        27,
+        0,
+    )
     streams = [tokens(out, split) for split in ("train", "val")]
     rows = np.concatenate([stream[:-1].reshape(-1, 32) for stream in streams])
     assert rows.shape == (32_033, 32) and all(stream[-1] == 26 for stream in streams)
-    # seeds.md: 228,146 targets; its matrix of 33 columns has 796,910 PADs, one more a row than ours.
+    # seeds.md: 228,146 targets; its matrix of 33 columns has 796,910 PADs, one more a row than
+    # ours.
     inputs = np.concatenate([stream[:-1] for stream in streams])
     targets = np.concatenate([stream[1:] for stream in streams])
     assert np.count_nonzero((inputs != 27) & (targets != 27)) == 228_146
@@ -54,9 +62,13 @@ def test_names(tmp_path):
     names = NAMES.read_text().split("\n")
     assert sorted(tokenizer.decode(row).decode() for row in rows) == sorted(names)
     assert max(map(len, names)) == 15 and len(set("".join(names))) == 26
-    train, val = ({tokenizer.decode(row) for row in stream[:-1].reshape(-1, 32)} for stream in streams)
+    train, val = (
+        {tokenizer.decode(row) for row in stream[:-1].reshape(-1, 32)} for stream in streams
+    )
     assert not train & val
-    assert [facts["splits"][split]["documents"] for split in ("train", "val")] == [len(s) // 32 for s in streams]
+    assert [facts["splits"][split]["documents"] for split in ("train", "val")] == [
+        len(s) // 32 for s in streams
+    ]
 
 
 def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
@@ -66,7 +78,11 @@ def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
     out = named_data_sets.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=8)
     bos, pad = manifest(out)["bos_id"], manifest(out)["pad_id"]
     assert (bos, pad, manifest(out)["truncated"]) == (8, 9, 2)
-    rows = {tuple(row) for split in ("train", "val") for row in tokens(out, split)[:-1].reshape(-1, 8).tolist()}
+    rows = {
+        tuple(row)
+        for split in ("train", "val")
+        for row in tokens(out, split)[:-1].reshape(-1, 8).tolist()
+    }
     assert (bos, 0, 1, bos, pad, pad, pad, pad) in rows
     assert (bos, *range(7)) in rows  # the next row's BOS ends it
     assert (bos, *range(6), pad) in rows and len(rows) == 8
@@ -86,7 +102,8 @@ def test_shakespeare(tmp_path, characters):
     out = named_data_sets.prepare_shakespeare(tmp_path / "out", characters, SHAKESPEARE)
     facts, text = manifest(out), SHAKESPEARE.read_text()
     train, val = tokens(out, "train"), tokens(out, "val")
-    # nanoGPT's readmes: 1,003,854 and 111,540 characters of 65 kinds; 301,966 and 36,059 GPT-2 tokens.
+    # nanoGPT's readmes: 1,003,854 and 111,540 characters of 65 kinds; 301,966 and 36,059 GPT-2
+    # tokens.
     assert (len(train), len(val)) == ((1_003_854, 111_540) if characters else (301_966, 36_059))
     assert facts["bos_id"] is None
     if characters:
@@ -113,19 +130,27 @@ def test_stories_and_openwebtext(tmp_path):
     for name, part in (("train.txt", stories[:30]), ("valid.txt", stories[30:])):
         (tmp_path / name).write_text("".join(f"{story}\n<|endoftext|>\n" for story in part))
     options = Tokenising(val_input=(tmp_path / "valid.txt",), end_of_text="after")
-    out = named_data_sets.prepare_hub_text("tinystories", tmp_path / "s", [tmp_path / "train.txt"], options)
+    out = named_data_sets.prepare_hub_text(
+        "tinystories", tmp_path / "s", [tmp_path / "train.txt"], options
+    )
     for split, part in (("train", stories[:30]), ("val", stories[30:])):
-        assert tokens(out, split).tolist() == [token for story in part for token in [*encode(story), 50256]]
+        assert tokens(out, split).tolist() == [
+            token for story in part for token in [*encode(story), 50256]
+        ]
 
     texts = [f"Document {i} says {'so ' * (i % 5)}" for i in range(1000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "owt.jsonl").write_text(lines)
     options = Tokenising(val_fraction=0.01, seed=2357, end_of_text="after")
-    out = named_data_sets.prepare_hub_text("openwebtext", tmp_path / "o", [tmp_path / "owt.jsonl"], options)
+    out = named_data_sets.prepare_hub_text(
+        "openwebtext", tmp_path / "o", [tmp_path / "owt.jsonl"], options
+    )
     is_val = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
     for split in ("train", "val"):
         part = [text for i, text in enumerate(texts) if (i in is_val) == (split == "val")]
-        assert tokens(out, split).tolist() == [token for text in part for token in [*encode(text), 50256]]
+        assert tokens(out, split).tolist() == [
+            token for text in part for token in [*encode(text), 50256]
+        ]
     assert manifest(out)["mark"] == "after" and manifest(out)["source"]["split"] == "rows"
     with pytest.raises(BadInput, match="not empty"):  # another rule chose other documents
         tokenise.prepare_text([tmp_path / "owt.jsonl"], out, options)
@@ -133,7 +158,12 @@ def test_stories_and_openwebtext(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read"), (b"", "holds no text"), (b" \n\n", "holds no text"), (b"ab\xff", "not UTF-8 at byte 2")],
+    [
+        (None, "cannot be read"),
+        (b"", "holds no text"),
+        (b" \n\n", "holds no text"),
+        (b"ab\xff", "not UTF-8 at byte 2"),
+    ],
 )
 def test_bad_input(tmp_path, content, words):
     path = tmp_path / "input.txt"
@@ -152,7 +182,9 @@ def test_more_characters_than_uint16_holds(tmp_path):
     points = [point for point in range(0x20, 0x20000) if not 0xD800 <= point < 0xE000]
     (tmp_path / "all.txt").write_text("".join(map(chr, points)), encoding="utf-8")
     out = named_data_sets.prepare_shakespeare(tmp_path / "out", True, tmp_path / "all.txt")
-    tokens = np.concatenate([map_tokens(find_split(out, split).paths[0], "<u4") for split in ("train", "val")])
+    tokens = np.concatenate(
+        [map_tokens(find_split(out, split).paths[0], "<u4") for split in ("train", "val")]
+    )
     np.testing.assert_array_equal(tokens, range(128_992))
 
 
@@ -167,7 +199,9 @@ def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_pa
     (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     made = {
         "names": named_data_sets.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
-        "shakespeare-char": named_data_sets.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
+        "shakespeare-char": named_data_sets.prepare_shakespeare(
+            tmp_path / "char", True, tmp_path / "a.txt"
+        ),
         "stdlib": prepare_stdlib(tmp_path / "stdlib"),
     }
     for name, folder in made.items():
@@ -180,7 +214,8 @@ def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_pa
 def test_advice_names_the_recipe_and_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     names(NAMES)
-    assert capsys.readouterr().out.endswith("\ntrain on it: jspeed run microgpt-names\n")  # README's line
+    # README's line
+    assert capsys.readouterr().out.endswith("\ntrain on it: jspeed run microgpt-names\n")
     (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     names(tmp_path / "names.txt", out=tmp_path / "o")
     assert capsys.readouterr().out.endswith(f"jspeed run microgpt-names --data {tmp_path}/o\n")

@@ -45,12 +45,17 @@ def test_documents_keep_their_order_and_start(tmp_path):
     chosen = sorted(wanted, key=lambda text: hashlib.sha256(text).digest())[:20]
     assert val == [text for text in wanted if text in chosen]
     assert train == [text for text in wanted if text not in chosen]
-    assert {path.name for path in out.glob("*.bin")} == {"set_train_000001.bin", "set_val_000000.bin"}
+    assert {path.name for path in out.glob("*.bin")} == {
+        "set_train_000001.bin",
+        "set_val_000000.bin",
+    }
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=12),
+    texts=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=12
+    ),
     shard_tokens=st.integers(1, 60),
     ending=st.sampled_from([".jsonl", ".jsonl.xz"]),
 )
@@ -58,7 +63,8 @@ def test_documents_keep_their_order_and_start(tmp_path):
 @example(["", "x" * 18], 1, ".jsonl")
 def test_any_text_comes_back(texts, shard_tokens, ending):
     wanted = Counter(text.encode() for text in texts if text)
-    cut = wanted.total() == 1 and len(next(iter(wanted))) + 1 >= tokenise.ONE_DOCUMENT_TOKENS  # with its mark
+    # with its mark
+    cut = wanted.total() == 1 and len(next(iter(wanted))) + 1 >= tokenise.ONE_DOCUMENT_TOKENS
     with tempfile.TemporaryDirectory() as folder:
         source, out = jsonl(Path(folder, "a" + ending), texts), Path(folder, "out")
         if len(wanted) < 2 and not cut:
@@ -69,7 +75,9 @@ def test_any_text_comes_back(texts, shard_tokens, ending):
         manifest = check_manifest(out)
         train, val = (Counter(byte_documents(out, split)) for split in ("train", "val"))
         if cut:
-            assert b"".join([*train, *val]) == next(iter(wanted)) and train.total() == val.total() == 1
+            assert (
+                b"".join([*train, *val]) == next(iter(wanted)) and train.total() == val.total() == 1
+            )
         else:
             assert train + val == wanted and not train.keys() & val.keys()
         for split in ("train", "val"):
@@ -78,9 +86,13 @@ def test_any_text_comes_back(texts, shard_tokens, ending):
 
 
 def test_a_long_document_goes_on_in_the_next_shard(tmp_path):
-    out = prepare_bytes(jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10)
+    out = prepare_bytes(
+        jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10
+    )
     names = sorted(path.name for path in out.glob("*.bin"))
-    assert names == [f"o_train_00000{i}.bin" for i in (1, 2, 3)] + [f"o_val_00000{i}.bin" for i in (0, 1, 2)]
+    assert names == [f"o_train_00000{i}.bin" for i in (1, 2, 3)] + [
+        f"o_val_00000{i}.bin" for i in (0, 1, 2)
+    ]
     files = check_manifest(out)["files"]
     assert [(file["tokens"], file["documents"]) for file in files] == [(10, 1), (10, 0), (6, 0)] * 2
 
@@ -98,11 +110,15 @@ def test_a_shard_size_that_is_asked_for(tmp_path, name, more):
     words = ["text", str(tmp_path / name), "--tokenizer", "bytes", *more]
     for size, out in ((1000, "small"), (100_000_000, "whole")):
         main.call([*words, "--out", str(tmp_path / out), "--shard-tokens", str(size)], "prepare")
-    small, whole = (json.loads((tmp_path / out / "manifest.json").read_text()) for out in ("small", "whole"))
+    small, whole = (
+        json.loads((tmp_path / out / "manifest.json").read_text()) for out in ("small", "whole")
+    )
     for split in ("train", "val"):
         sizes = [file["tokens"] for file in small["files"] if file["split"] == split]
         assert set(sizes[:-1]) == {1000} and 0 < sizes[-1] <= 1000
-        np.testing.assert_array_equal(read_split(tmp_path / "small", split), read_split(tmp_path / "whole", split))
+        np.testing.assert_array_equal(
+            read_split(tmp_path / "small", split), read_split(tmp_path / "whole", split)
+        )
     assert small["source"] == whole["source"] | {"shard_tokens": 1000} and len(whole["files"]) == 2
 
 
@@ -120,20 +136,28 @@ def test_shards_of_another_size_are_not_already_there(tmp_path):
 def test_a_shard_size_out_of_range_is_refused(tmp_path, size):
     source = jsonl(tmp_path / "a.jsonl", ["a", "b"])
     with pytest.raises(BadInput, match="--shard-tokens .*: expected a whole number"):
-        main.call(["text", str(source), "--out", str(tmp_path / "o"), f"--shard-tokens={size}"], "prepare")
+        main.call(
+            ["text", str(source), "--out", str(tmp_path / "o"), f"--shard-tokens={size}"], "prepare"
+        )
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_more_shards_than_their_names_can_number_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "MOST_SHARDS", 2)
-    with pytest.raises(BadInput, match="shards of 10 tokens are more than 2 files; give larger ones"):
-        prepare_bytes(jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10)
+    with pytest.raises(
+        BadInput, match="shards of 10 tokens are more than 2 files; give larger ones"
+    ):
+        prepare_bytes(
+            jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10
+        )
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_a_seed_that_chooses_nothing_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one text " * 20)
-    with pytest.raises(BadInput, match="--seed 3: the input is one document, whose last part validates"):
+    with pytest.raises(
+        BadInput, match="--seed 3: the input is one document, whose last part validates"
+    ):
         prepare_bytes(tmp_path / "a.txt", out=tmp_path / "o", seed=3)
     assert os.listdir(tmp_path) == ["a.txt"]
 
@@ -178,8 +202,8 @@ def test_another_seed_takes_other_documents(tmp_path):
 
 
 def test_rows_are_split_as_train_test_split_does():
-    # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws default_rng(2357).permutation(n) and
-    # tests on its first ceil(0.0005 n).
+    # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws
+    # default_rng(2357).permutation(n) and tests on its first ceil(0.0005 n).
     is_val = splits.by_permutation(8_013_769, 0.0005, 2357)
     assert np.count_nonzero(is_val) == 4_007
     order = np.random.default_rng(2357).permutation(1000)
@@ -187,7 +211,12 @@ def test_rows_are_split_as_train_test_split_does():
 
 
 def all_documents(*paths):
-    return [document for path in paths for segment in chunks.segments(path) for document in chunks.documents(segment)]
+    return [
+        document
+        for path in paths
+        for segment in chunks.segments(path)
+        for document in chunks.documents(segment)
+    ]
 
 
 def test_folders_files_and_endings(tmp_path):
@@ -202,13 +231,26 @@ def test_folders_files_and_endings(tmp_path):
     (folder / "empty.txt").touch()
     (tmp_path / "alone.txt").write_text("before")
     files = sources.text_files([tmp_path / "alone.txt", folder, folder / "c.txt.xz"])
-    assert [name for name, _ in files] == ["alone.txt", "a.jsonl", "b/z.txt", "c.txt.xz", "empty.txt"]
-    assert all_documents(*(path for _, path in files)) == [b"before", b"first", b"second\n", b"third"]
+    assert [name for name, _ in files] == [
+        "alone.txt",
+        "a.jsonl",
+        "b/z.txt",
+        "c.txt.xz",
+        "empty.txt",
+    ]
+    assert all_documents(*(path for _, path in files)) == [
+        b"before",
+        b"first",
+        b"second\n",
+        b"third",
+    ]
     names = ["data.csv", ".x.txt", "b/.hidden", "tokenizer.json", "b/c.txt.bz2", "linked"]
     assert sources.passed_over([tmp_path / "alone.txt", folder]) == sorted(names)
 
 
-@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
+@pytest.mark.parametrize(
+    "locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"]
+)
 def test_names_that_are_not_utf8(tmp_path, locale):
     """There was a traceback, and the manifest could not hold them."""
     odd = os.fsdecode(b"caf\xe9")
@@ -217,7 +259,15 @@ def test_names_that_are_not_utf8(tmp_path, locale):
     jsonl(folder / f"{odd}.jsonl", ["one", "two"])
     (folder / f"{odd}.txt").write_text("three")
     (folder / f"{odd}.csv").touch()
-    command = ("text", folder, folder / f"{odd}.txt", "--out", tmp_path / f"{odd}.out", "--tokenizer", "bytes")
+    command = (
+        "text",
+        folder,
+        folder / f"{odd}.txt",
+        "--out",
+        tmp_path / f"{odd}.out",
+        "--tokenizer",
+        "bytes",
+    )
     code, stdout, err = script(*command, **locale)
     assert code == 0 and r"caf\udce9.out is ready" in stdout and err.endswith(": caf\\udce9.csv\n")
     text = (tmp_path / f"{odd}.out" / "manifest.json").read_text()
@@ -232,7 +282,9 @@ def test_parquet_and_tokenizers_of_names_that_are_not_utf8(tmp_path):
 
     odd = os.fsdecode(b"caf\xe9")
     parquet.write_table(pa.table({"text": ["b a", "a"]}), tmp_path / "a.parquet")
-    hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "a.json"))
+    hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
+        str(tmp_path / "a.json")
+    )
     for ending in ("parquet", "json"):
         (tmp_path / f"a.{ending}").rename(tmp_path / f"{odd}.{ending}")
     options = tokenise.Tokenising(str(tmp_path / f"{odd}.json"), end_of_text="none")
@@ -258,13 +310,26 @@ def test_every_text_of_a_folder_is_read(tmp_path):
         if path.name != "data.csv":
             assert sources.text_files([path])  # by its name too
     code, stdout, err = script("text", folder, "--out", tmp_path / "out", "--tokenizer", "bytes")
-    assert code == 0 and err.count("\n") == 1 and err.endswith(": data.csv\n") and err.startswith("note: 1 of ")
-    assert sum(check_manifest(tmp_path / "out")["splits"][part]["documents"] for part in ("train", "val")) == 7
+    assert (
+        code == 0
+        and err.count("\n") == 1
+        and err.endswith(": data.csv\n")
+        and err.startswith("note: 1 of ")
+    )
+    assert (
+        sum(
+            check_manifest(tmp_path / "out")["splits"][part]["documents"]
+            for part in ("train", "val")
+        )
+        == 7
+    )
 
 
 @pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
 def test_separators_split_a_text(tmp_path, monkeypatch, block):
-    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n")
+    (tmp_path / "a.txt").write_text(
+        "one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n"
+    )
     monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
     for piece in (1, 20, 1 << 20):
         monkeypatch.setattr(chunks, "PIECE_BYTES", piece)
@@ -282,20 +347,32 @@ def test_batches_leave_no_trace(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
     one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
     monkeypatch.setattr(chunks, "PIECE_BYTES", 20)
-    assert content_of(prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)) == content_of(one)
+    assert content_of(
+        prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)
+    ) == content_of(one)
 
 
 def test_no_shard_name_is_in_both_splits(tmp_path):
     out = prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "web_val")
-    assert sorted(path.name for path in out.glob("*.bin")) == ["text_train_000001.bin", "text_val_000000.bin"]
+    assert sorted(path.name for path in out.glob("*.bin")) == [
+        "text_train_000001.bin",
+        "text_val_000000.bin",
+    ]
 
 
 def test_command_takes_several_inputs(tmp_path):
     a, b = jsonl(tmp_path / "a.jsonl", "ab"), jsonl(tmp_path / "b.jsonl", "cd")
     out = tmp_path / "deep" / "out"
-    code, stdout, err = script("text", a, b, "--out", out, "--tokenizer", "bytes", "--val-fraction", "0.5")
+    code, stdout, err = script(
+        "text", a, b, "--out", out, "--tokenizer", "bytes", "--val-fraction", "0.5"
+    )
     assert (code, err) == (0, "") and "tokens a second" in stdout
-    assert sorted(byte_documents(out, "train") + byte_documents(out, "val")) == [b"a", b"b", b"c", b"d"]
+    assert sorted(byte_documents(out, "train") + byte_documents(out, "val")) == [
+        b"a",
+        b"b",
+        b"c",
+        b"d",
+    ]
     assert check_manifest(out)["source"]["names"] == ["a.jsonl", "b.jsonl"]
 
 
@@ -309,7 +386,9 @@ def test_command_takes_several_inputs(tmp_path):
 )
 def test_the_command_prints_the_validation_share(tmp_path, count, flags, said):
     source = jsonl(tmp_path / "a.jsonl", map(str, range(count)))
-    code, stdout, _ = script("text", source, "--out", tmp_path / "out", "--tokenizer", "bytes", *flags)
+    code, stdout, _ = script(
+        "text", source, "--out", tmp_path / "out", "--tokenizer", "bytes", *flags
+    )
     assert code == 0 and (said in stdout if said else "for validation" not in stdout)
 
 
@@ -326,12 +405,18 @@ def test_a_single_document_is_cut(tmp_path):
 def test_separators_and_own_validation_files(tmp_path, separator):
     train, val = jsonl(tmp_path / "a.jsonl", ["ab", "", "c"]), jsonl(tmp_path / "b.jsonl", ["d"])
     out = prepare_bytes(train, out=tmp_path / "out", val_input=[val], end_of_text=separator)
-    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[separator]
+    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[
+        separator
+    ]
     assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["mark"] == separator and manifest["bos_id"] == {"after": 256, "none": None}[separator]
+    assert (
+        manifest["mark"] == separator
+        and manifest["bos_id"] == {"after": 256, "none": None}[separator]
+    )
     assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
-    assert prepare_bytes(train, out=out, val_input=[val], end_of_text=separator) == out  # already there
+    # already there
+    assert prepare_bytes(train, out=out, val_input=[val], end_of_text=separator) == out
     with pytest.raises(BadInput, match="not empty"):
         prepare_bytes(train, out=out, val_input=[val])
 
@@ -353,7 +438,16 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", ["string", "large_string", "string_view", "binary", "large_binary", "binary_view", "dictionary"]
+    "kind",
+    [
+        "string",
+        "large_string",
+        "string_view",
+        "binary",
+        "large_binary",
+        "binary_view",
+        "dictionary",
+    ],
 )
 def test_text_of_any_type_of_parquet(tmp_path, kind):
     """All but the first two were refused, for lacking the column."""
@@ -362,7 +456,11 @@ def test_text_of_any_type_of_parquet(tmp_path, kind):
 
     texts = ["one", "é €", "", "one"] * 5
     values = [text.encode() for text in texts] if "binary" in kind else texts
-    array = pa.array(values).dictionary_encode() if kind == "dictionary" else pa.array(values, getattr(pa, kind)())
+    array = (
+        pa.array(values).dictionary_encode()
+        if kind == "dictionary"
+        else pa.array(values, getattr(pa, kind)())
+    )
     parquet.write_table(pa.table({"text": array}), tmp_path / "A.Parquet", row_group_size=6)
     assert all_documents(tmp_path / "A.Parquet") == [text.encode() for text in texts if text]
 
@@ -397,13 +495,22 @@ def test_other_columns_of_parquet_are_refused(tmp_path, columns, message):
 @needs_gpt2
 def test_gpt2_ids(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
-    # shared/data/README.md: "hello world"; a separator inside a JSON document is ordinary text, not 50256.
+    # shared/data/README.md: "hello world"; a separator inside a JSON document is ordinary text, not
+    # 50256.
     texts = {"hello world": [31373, 995], "<|endoftext|>": [27, 91, 437, 1659, 5239, 91, 29]}
     out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "o")
-    found = [ids.tolist() for split in ("train", "val") for ids in documents_in(read_split(out, split), 50256)]
+    found = [
+        ids.tolist()
+        for split in ("train", "val")
+        for ids in documents_in(read_split(out, split), 50256)
+    ]
     assert sorted(found) == sorted(texts.values())
     manifest = check_manifest(out)
-    assert [manifest[key] for key in ("tokenizer", "vocab_size", "bos_id")] == ["gpt2", 50257, 50256]
+    assert [manifest[key] for key in ("tokenizer", "vocab_size", "bos_id")] == [
+        "gpt2",
+        50257,
+        50256,
+    ]
 
 
 @needs_gpt2
@@ -417,8 +524,12 @@ def test_gpt2_counts_of_real_text(tmp_path, monkeypatch):
     import tiktoken
 
     first = json.loads(lzma.open(SHARED / "webtext" / "webtext_val.jsonl.xz").readline())["text"]
-    pieces = documents_in(read_split(out, "train"), 50256) + documents_in(read_split(out, "val"), 50256)
-    assert tiktoken.get_encoding("gpt2").encode_ordinary(first) in [piece.tolist() for piece in pieces]
+    pieces = documents_in(read_split(out, "train"), 50256) + documents_in(
+        read_split(out, "val"), 50256
+    )
+    assert tiktoken.get_encoding("gpt2").encode_ordinary(first) in [
+        piece.tolist() for piece in pieces
+    ]
 
 
 @pytest.mark.slow
@@ -426,9 +537,19 @@ def test_ten_short_lines_train(tmp_path):
     """One document of 300 bytes: its last tenth is for validation."""
     lines = [f"line {n}: the quick brown fox {n}\n" for n in range(10)]
     (tmp_path / "ten.txt").write_text("".join(lines))
-    done = call(tmp_path, "prepare.py", "text", "ten.txt", "--tokenizer", "bytes", "--out", "shards")
+    done = call(
+        tmp_path, "prepare.py", "text", "ten.txt", "--tokenizer", "bytes", "--out", "shards"
+    )
     assert done.code == 0, done.err
-    sets = ["WIDTH=16", "LAYERS=1", "HEADS=1", "MLP_WIDTH=16", "LANES=8", "LANE_LEN=8", "EVAL_LEN=8"]
+    sets = [
+        "WIDTH=16",
+        "LAYERS=1",
+        "HEADS=1",
+        "MLP_WIDTH=16",
+        "LANES=8",
+        "LANE_LEN=8",
+        "EVAL_LEN=8",
+    ]
     run = ["--data", "shards", "--run-dir", "run", "--steps", 20, "--no-sample"]
     done = call(tmp_path, "speedrun.py", "stdlib", *run, "--set", *sets, "EVAL_TOKENS=16")
     assert done.code == 0, done.err
@@ -437,9 +558,13 @@ def test_ten_short_lines_train(tmp_path):
 
 def test_a_missing_vocabulary_has_an_error_message(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", "ab")
-    nowhere = dict.fromkeys(["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"], "http://127.0.0.1:9")
+    nowhere = dict.fromkeys(
+        ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"], "http://127.0.0.1:9"
+    )
     cache = tmp_path / "cache"
-    code, out, err = script("text", source, "--out", tmp_path / "o", TIKTOKEN_CACHE_DIR=str(cache), **nowhere)
+    code, out, err = script(
+        "text", source, "--out", tmp_path / "o", TIKTOKEN_CACHE_DIR=str(cache), **nowhere
+    )
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("error: ") and "TIKTOKEN_CACHE_DIR" in err
     assert not (tmp_path / "o").exists()

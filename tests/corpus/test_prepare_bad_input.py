@@ -18,20 +18,48 @@ BAD_FILES = {
     "not JSON": ("a.jsonl", GOOD + b'{"text": \n', r"line 3 of .*a\.jsonl is not JSON"),
     "nested too deep": ("a.jsonl", GOOD + b"[" * 200_000, r"line 3 of .* is not JSON"),
     "not an object": ("a.jsonl", b"[1]\n", r"line 1 of .*a\.jsonl lacks the string field"),
-    "no text": ("a.jsonl", GOOD + b'\n{"txt": ""}\n', r"line 4 of .*a\.jsonl lacks the string field"),
-    "text is a number": ("a.jsonl", b'{"text": 1}\n', r"line 1 of .*a\.jsonl lacks the string field"),
+    "no text": (
+        "a.jsonl",
+        GOOD + b'\n{"txt": ""}\n',
+        r"line 4 of .*a\.jsonl lacks the string field",
+    ),
+    "text is a number": (
+        "a.jsonl",
+        b'{"text": 1}\n',
+        r"line 1 of .*a\.jsonl lacks the string field",
+    ),
     "half a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1 of .* surrogate"),
-    "not UTF-8 in JSON": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', r"a\.jsonl is not UTF-8 at byte 38"),
+    "not UTF-8 in JSON": (
+        "a.jsonl",
+        GOOD + b'{"text": "\xff"}\n',
+        r"a\.jsonl is not UTF-8 at byte 38",
+    ),
     "not UTF-8": ("a.txt", b"abc\xff", r"a\.txt is not UTF-8 at byte 3"),
-    "not UTF-8 later": ("a.txt", b"ab<|endoftext|>c\xffd<|endoftext|>", r"a\.txt is not UTF-8 at byte 16"),
+    "not UTF-8 later": (
+        "a.txt",
+        b"ab<|endoftext|>c\xffd<|endoftext|>",
+        r"a\.txt is not UTF-8 at byte 16",
+    ),
     "not xz": ("a.jsonl.xz", GOOD, r"a\.jsonl\.xz is corrupt or not xz"),
-    "cut short": ("a.jsonl.xz", lzma.compress(GOOD * 99)[:-9], r"a\.jsonl\.xz is corrupt or not xz"),
+    "cut short": (
+        "a.jsonl.xz",
+        lzma.compress(GOOD * 99)[:-9],
+        r"a\.jsonl\.xz is corrupt or not xz",
+    ),
     "no documents": ("a.jsonl", b'\n{"text": ""}\n', r"holds no documents"),
     "empty": ("a.txt", b"", r"holds no documents"),
     "one document": ("a.txt", b"abc", r"holds one document"),
     "not gzip": ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is corrupt or not gzip"),
-    "gzip in capitals, cut": ("A.TXT.GZ", gzip.compress(GOOD * 99)[:-9], r"A\.TXT\.GZ is corrupt or not gzip"),
-    "compressed parquet": ("a.parquet.gz", gzip.compress(GOOD), r"a\.parquet\.gz has an unknown ending"),
+    "gzip in capitals, cut": (
+        "A.TXT.GZ",
+        gzip.compress(GOOD * 99)[:-9],
+        r"A\.TXT\.GZ is corrupt or not gzip",
+    ),
+    "compressed parquet": (
+        "a.parquet.gz",
+        gzip.compress(GOOD),
+        r"a\.parquet\.gz has an unknown ending",
+    ),
     "json": ("a.json", GOOD, r"a\.json has an unknown ending"),
     "not parquet": ("a.parquet", GOOD, r"a\.parquet is corrupt or not parquet"),
     "copies": ("a.jsonl", GOOD[:14] * 5, r"holds one document, or copies"),
@@ -72,7 +100,10 @@ def test_missing_input_and_empty_folder(tmp_path):
     os.mkfifo(tmp_path / "with" / "pipe.txt")
     with pytest.raises(BadInput, match=r"with/pipe.txt cannot be read \(not a regular file\)"):
         prepare_bytes(tmp_path / "with", out=tmp_path / "out")
-    for made in (named_data_sets.prepare_names, partial(named_data_sets.prepare_shakespeare, characters=True)):
+    for made in (
+        named_data_sets.prepare_names,
+        partial(named_data_sets.prepare_shakespeare, characters=True),
+    ):
         with pytest.raises(BadInput, match=r"pipe.txt cannot be read \(not a regular file\)"):
             made(tmp_path / "out", given=tmp_path / "pipe.txt")
     with pytest.raises(BadInput, match="no input was given"):
@@ -96,17 +127,23 @@ def test_bad_output(tmp_path, monkeypatch):
         with pytest.raises(BadInput, match="read-only"):
             prepare_bytes(source, out=tmp_path / "in" / "out")
     assert not os.listdir(tmp_path / "in")
-    assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")  # an empty folder is fine
+    # an empty folder is fine
+    assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")
 
 
 def test_bad_tokenizer(tmp_path):
     with pytest.raises(
-        BadInput, match=r"tokenizer 'gpt3' is unknown \(did you mean 'gpt2'\?\).* and any tokenizer.json"
+        BadInput,
+        match=r"tokenizer 'gpt3' is unknown \(did you mean 'gpt2'\?\).* and any tokenizer.json",
     ):
-        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", tokenise.Tokenising("gpt3"))
+        tokenise.prepare_text(
+            [jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", tokenise.Tokenising("gpt3")
+        )
 
 
-@pytest.mark.parametrize("arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]]
+)
 def test_bad_command_exits_with_2(tmp_path, arguments):
     code, out, err = script(*arguments)
     assert (code, out) == (2, "") and err and "Traceback" not in err

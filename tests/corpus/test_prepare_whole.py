@@ -1,4 +1,5 @@
-"""Prepared data appear complete or not at all; interrupted work resumes, and a full disk loses none of it."""
+"""Prepared data appear complete or not at all; interrupted work resumes, and a full disk loses none
+of it."""
 
 import errno
 import fcntl
@@ -51,7 +52,9 @@ def interrupt(source, out, signal_number, after=5):
         return process.wait(timeout=20)
 
 
-@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signal_number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
 def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
@@ -62,7 +65,8 @@ def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
     assert left.name.startswith(".out.") and not list(left.rglob("*.bin"))
     journal = left / "main" / "journal"
     assert len(journal.read_text().splitlines()) == 5
-    # A line cut in the middle, and bytes behind the last line, as a crash of the machine may leave them.
+    # A line cut in the middle, and bytes behind the last line, as a crash of the machine may leave
+    # them.
     journal.write_text(journal.read_text() + '{"docu')
     with open(left / "main" / "tokens", "ab") as tokens:
         tokens.write(b"xxx")
@@ -71,7 +75,9 @@ def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     encoded = []
     real = tokenise.parallel_tokenise.encode
-    monkeypatch.setattr(tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1])
+    monkeypatch.setattr(
+        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
+    )
     prepare_bytes(source, out=out, processes=1)
     assert content_of(out) == wanted and os.listdir(out.parent) == ["out"]
     assert len(encoded) == len(list(chunks.pieces([source]))) - 8
@@ -83,9 +89,18 @@ def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, monkeypatc
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out", shard_tokens=9000))
     encoded, real = [], tokenise.parallel_tokenise.encode
-    monkeypatch.setattr(tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1])
-    assert content_of(prepare_bytes(source, out=tmp_path / "new" / "out", shard_tokens=9000, processes=1)) == wanted
-    assert len(encoded) == len(list(chunks.pieces([source]))) - 5 and os.listdir(tmp_path / "new") == ["out"]
+    monkeypatch.setattr(
+        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
+    )
+    assert (
+        content_of(
+            prepare_bytes(source, out=tmp_path / "new" / "out", shard_tokens=9000, processes=1)
+        )
+        == wanted
+    )
+    assert len(encoded) == len(list(chunks.pieces([source]))) - 5 and os.listdir(
+        tmp_path / "new"
+    ) == ["out"]
 
 
 def test_work_of_other_inputs_is_not_resumed(tmp_path):
@@ -110,7 +125,9 @@ def test_a_full_disk_keeps_the_work(tmp_path, monkeypatch):
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(BadInput, match="No space left on device.*the same command resumes after 1[0-9] documents"):
+    with pytest.raises(
+        BadInput, match="No space left on device.*the same command resumes after 1[0-9] documents"
+    ):
         prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)
     assert not (tmp_path / "new" / "out").exists()
     room = 10**6
@@ -125,7 +142,10 @@ def full(*_):
 @pytest.mark.parametrize("where", ["_sealed", "_extend"])
 def test_a_full_disk_while_shards_are_written_keeps_the_work(tmp_path, monkeypatch, where):
     """Shards need the space of the tokens a second time."""
-    source, out = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)]), tmp_path / "new" / "out"
+    source, out = (
+        jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)]),
+        tmp_path / "new" / "out",
+    )
     with monkeypatch.context() as patched:
         patched.setattr(folders, where, full)
         with pytest.raises(NoRoom, match="No space left on device"):
@@ -133,14 +153,17 @@ def test_a_full_disk_while_shards_are_written_keeps_the_work(tmp_path, monkeypat
     (left,) = out.parent.iterdir()
     assert left.name.endswith(".work")
     with monkeypatch.context() as patched:
-        patched.setattr(tokenise.parallel_tokenise, "encode", lambda *_: pytest.fail("tokenised again"))
+        patched.setattr(
+            tokenise.parallel_tokenise, "encode", lambda *_: pytest.fail("tokenised again")
+        )
         prepare_bytes(source, out=out, processes=1)
     assert os.listdir(out.parent) == ["out"]
 
 
 @contextmanager
 def small_files():
-    """No file of this process may grow beyond 20 kB, as when the space runs out in the middle of a write."""
+    """No file of this process may grow beyond 20 kB, as when the space runs out in the middle of a
+    write."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -151,12 +174,19 @@ def small_files():
 
 @pytest.mark.parametrize(("text", "count"), [("x", 2000), ("document " * 20, 200)])
 def test_a_disk_that_stays_full_keeps_the_work(tmp_path, monkeypatch, text, count):
-    """One-letter documents fill the table of documents first. The same command again removes nothing."""
-    source, out = jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)]), tmp_path / "new" / "out"
+    """One-letter documents fill the table of documents first. The same command again removes
+    nothing."""
+    source, out = (
+        jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)]),
+        tmp_path / "new" / "out",
+    )
     monkeypatch.setattr(chunks, "PIECE_BYTES", 5000)
     lines = []
     for _ in range(2):
-        with small_files(), pytest.raises(NoRoom, match="File too large.*the same command resumes after"):
+        with (
+            small_files(),
+            pytest.raises(NoRoom, match="File too large.*the same command resumes after"),
+        ):
             prepare_bytes(source, out=out, processes=1)
         (left,) = out.parent.iterdir()
         lines.append((left / "main" / "journal").read_text().splitlines())
@@ -241,8 +271,13 @@ def test_two_preparations_at_once(tmp_path, equal):
     def write(documents):
         tokenizer = tokenise.bytes_tokenizer()
         facts = tokenise.describe(tokenizer, "before", {})
-        tokens = ((split, np.append(np.array([256], "<u2"), tokenizer.encode(text))) for split, text in documents)
-        folders.write_folder(out, (folders.EncodedDocuments.one(*each) for each in tokens), facts, "s")
+        tokens = (
+            (split, np.append(np.array([256], "<u2"), tokenizer.encode(text)))
+            for split, text in documents
+        )
+        folders.write_folder(
+            out, (folders.EncodedDocuments.one(*each) for each in tokens), facts, "s"
+        )
 
     def overtaken():
         yield from pairs
@@ -271,7 +306,9 @@ def test_failure_while_writing_removes_everything(tmp_path):
 def test_input_that_changes_between_the_readings(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", "ab")
     real = tokenise.parallel_tokenise.tokenise
-    monkeypatch.setattr(tokenise.parallel_tokenise, "tokenise", lambda *a: (real(*a), jsonl(source, "abc")))
+    monkeypatch.setattr(
+        tokenise.parallel_tokenise, "tokenise", lambda *a: (real(*a), jsonl(source, "abc"))
+    )
     with pytest.raises(BadInput, match="changed while it was read"):
         prepare_bytes(source, out=tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]

@@ -59,7 +59,9 @@ def test_ctrl_c_before_a_thread_has_started(monkeypatch):
 
 
 def test_a_killed_process_has_an_error_message():
-    with pytest.raises(NoRoom, match="was killed, probably out of memory.*fewer --processes to resume"):
+    with pytest.raises(
+        NoRoom, match="was killed, probably out of memory.*fewer --processes to resume"
+    ):
         list(in_order(signal.raise_signal, [signal.SIGKILL], 2))
     with pytest.raises(NoRoom, match="ended with exit code 3"):
         list(in_order(os._exit, [3], 2))
@@ -67,12 +69,20 @@ def test_a_killed_process_has_an_error_message():
 
 def children(pid: int) -> list[int]:
     """The processes that any thread of process ``pid`` has started."""
-    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    return [
+        int(word)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for word in path.read_text().split()
+    ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_none_outlives_its_parent(number):
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == process.stdout.readline() == "done\n"
         its = children(process.pid)
         assert len(its) == 2

@@ -23,7 +23,11 @@ def stdlib(tmp_path_factory):
 def test_stdlib_holds_every_chosen_source_in_order(stdlib):
     manifest = check_manifest(stdlib)
     assert [manifest[key] for key in ("tokenizer", "vocab_size", "bos_id")] == ["bytes", 257, 256]
-    assert sorted(os.listdir(stdlib)) == ["manifest.json", "stdlib_train_000001.bin", "stdlib_val_000000.bin"]
+    assert sorted(os.listdir(stdlib)) == [
+        "manifest.json",
+        "stdlib_train_000001.bin",
+        "stdlib_val_000000.bin",
+    ]
     root = Path(os.__file__).parent
     names = {"train": [], "val": []}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -42,7 +46,9 @@ def test_stdlib_holds_every_chosen_source_in_order(stdlib):
 def test_stdlib_manifest_names_no_place(stdlib):
     text = (stdlib / "manifest.json").read_text()
     assert str(Path(os.__file__).parent) not in text and str(stdlib) not in text
-    assert json.loads(text)["source"]["python"].split()[-1] == ".".join(map(str, sys.version_info[:3]))
+    assert json.loads(text)["source"]["python"].split()[-1] == ".".join(
+        map(str, sys.version_info[:3])
+    )
 
 
 def test_stdlib_is_prepared_once_and_quick_to_find(stdlib, tmp_path, monkeypatch):
@@ -50,7 +56,9 @@ def test_stdlib_is_prepared_once_and_quick_to_find(stdlib, tmp_path, monkeypatch
     folder = tokenise.prepare_stdlib()
     assert folder == tokenise.stdlib_folder() and folder.parent == tmp_path / "data"
     assert content_of(folder) == content_of(stdlib)
-    monkeypatch.setattr(tokenise.sources, "stdlib_documents", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(
+        tokenise.sources, "stdlib_documents", lambda *_: pytest.fail("prepared again")
+    )
     assert tokenise.prepare_stdlib() == folder
     assert (
         min(timed(tokenise.prepare_stdlib) for _ in range(3)) < 2
@@ -70,7 +78,9 @@ def test_another_python_gets_another_folder(monkeypatch):
 
 
 def test_stdlib_command(tmp_path):
-    code, out, err = script("stdlib", "--out", tmp_path / "x", JSPEED_CACHE=str(tmp_path / "unused"))
+    code, out, err = script(
+        "stdlib", "--out", tmp_path / "x", JSPEED_CACHE=str(tmp_path / "unused")
+    )
     assert (code, err) == (0, "") and "tokens a second" in out
     before = content_of(tmp_path / "x")
     code, out, err = script("stdlib", "--out", tmp_path / "x")

@@ -18,7 +18,12 @@ from .prepared import VOCABULARY, jsonl, needs_gpt2
 hf = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 decoders, models, pre = hf.decoders, hf.models, hf.pre_tokenizers
 
-TEXTS = ["Hello, world!  Two spaces", "naïve café €5 🙂 x", "<|endoftext|> is only text here\n\n\ttab", "日本語"]
+TEXTS = [
+    "Hello, world!  Two spaces",
+    "naïve café €5 🙂 x",
+    "<|endoftext|> is only text here\n\n\ttab",
+    "日本語",
+]
 
 
 def saved(path, made, *special):
@@ -31,7 +36,9 @@ def saved(path, made, *special):
 def byte_level(path, *special):
     made = hf.Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    letters = hf.trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)
+    letters = hf.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+    )
     made.train_from_iterator(TEXTS * 20, letters)
     return saved(path, made, *special)
 
@@ -49,16 +56,24 @@ def pieces_with_bytes(path):
     for piece in ["▁", *"Helowrd,!", "▁w", "▁wo"]:
         vocabulary[piece] = len(vocabulary)
     merges = [("▁", "w"), ("▁w", "o")]
-    made = hf.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made = hf.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     made.pre_tokenizer = pre.Metaspace(prepend_scheme="never")
     made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return saved(path, made, "<s>")
 
 
 def openai_s():
-    """GPT-2's tokenizer from OpenAI's encoder.json and vocab.bpe, which tiktoken's cache holds, and the former."""
+    """GPT-2's tokenizer from OpenAI's encoder.json and vocab.bpe, which tiktoken's cache holds, and
+    the former."""
     contents = sorted((path.read_text() for path in VOCABULARY.iterdir()), key=len)
     merges = [tuple(line.split()) for line in contents[0].splitlines()[1:]]
     made = hf.Tokenizer(models.BPE(json.loads(contents[1]), merges))
@@ -70,9 +85,15 @@ def openai_s():
 def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
     made, _ = openai_s()
-    ours = tokenizers.named_tokenizer(str(saved(tmp_path / "tokenizer.json", made, "<|endoftext|>")))
+    ours = tokenizers.named_tokenizer(
+        str(saved(tmp_path / "tokenizer.json", made, "<|endoftext|>"))
+    )
     theirs = tokenizers.named_tokenizer("gpt2")
-    assert (ours.vocab_size, ours.bos_id, ours.dtype) == (theirs.vocab_size, theirs.bos_id, np.uint16)
+    assert (ours.vocab_size, ours.bos_id, ours.dtype) == (
+        theirs.vocab_size,
+        theirs.bos_id,
+        np.uint16,
+    )
     for text in TEXTS[:2] + TEXTS[3:]:
         np.testing.assert_array_equal(ours.encode(text.encode()), theirs.encode(text.encode()))
     some = range(0, 50_257, 7)
@@ -85,7 +106,11 @@ def test_gpt2_s_own_files_are_known(tmp_path):
     made, vocabulary = openai_s()
     path, listed = tmp_path / "tokenizer.json", tmp_path / "vocab.json"
     listed.write_text(json.dumps(vocabulary, ensure_ascii=False, indent=1))
-    assert is_gpt2(listed) and is_gpt2(saved(path, made, "<|endoftext|>")) and is_gpt2(saved(path, made, "[PAD]"))
+    assert (
+        is_gpt2(listed)
+        and is_gpt2(saved(path, made, "<|endoftext|>"))
+        and is_gpt2(saved(path, made, "[PAD]"))
+    )
     described = json.loads(path.read_text())
     with_space = described["pre_tokenizer"] | {"add_prefix_space": True}
     named = {"id": 50_258, "content": "<name>", "special": False}
@@ -110,12 +135,16 @@ GPT2, BOS = tokenizers.GPT2, tokenizers.GPT2_BOS
     [
         ({"vocab_size": 50_257}, GPT2),
         ({"vocab_size": 50_304, "bos_token_id": BOS, "eos_token_id": BOS}, GPT2),
-        ({"vocab_size": 50_257, "bos_token_id": None, "eos_token_id": 50_257}, GPT2),  # which its table lacks
+        # which its table lacks
+        ({"vocab_size": 50_257, "bos_token_id": None, "eos_token_id": 50_257}, GPT2),
         (
             {"vocab_size": 50_304, "bos_token_id": 50_257, "eos_token_id": [50_258, 198]},
             GPT2 | {"bos_id": 50_257, "vocab_size": 50_259, "end_ids": [50_258, 198]},
         ),
-        ({"vocab_size": 99, "tokenizer": {"tokenizer": "bytes"}, "bos_token_id": 1}, {"tokenizer": "bytes"}),
+        (
+            {"vocab_size": 99, "tokenizer": {"tokenizer": "bytes"}, "bos_token_id": 1},
+            {"tokenizer": "bytes"},
+        ),
     ],
 )
 def test_a_gpt2_without_a_tokenizer_s_file_reads_gpt2_s_ids(tmp_path, config, facts):
@@ -123,26 +152,35 @@ def test_a_gpt2_without_a_tokenizer_s_file_reads_gpt2_s_ids(tmp_path, config, fa
 
 
 def test_a_gpt2_reads_the_ids_of_the_file_beside_it(tmp_path):
-    made = tokenizers.named_tokenizer(str(byte_level(tmp_path / "tokenizer.json", "<s>", "<|endoftext|>")))
+    made = tokenizers.named_tokenizer(
+        str(byte_level(tmp_path / "tokenizer.json", "<s>", "<|endoftext|>"))
+    )
     facts, ids = made.facts, made.vocab_size
-    left_over = {"bos_token_id": BOS, "eos_token_id": BOS}  # as transformers writes when nobody says another
+    # as transformers writes when nobody says another
+    left_over = {"bos_token_id": BOS, "eos_token_id": BOS}
     for config in ({"vocab_size": ids}, {"vocab_size": 50_304} | left_over):
         assert gpt2_facts(tmp_path, config) == facts
     named = {"vocab_size": ids, "bos_token_id": made.bos_id, "eos_token_id": made.bos_id - 1}
     assert gpt2_facts(tmp_path, named) == facts | {"end_ids": [made.bos_id - 1]}
 
 
-@pytest.mark.parametrize(("ids", "file"), [(1_000, None), (21_128, None), (50_265, None), (50_257, "vocab.txt")])
+@pytest.mark.parametrize(
+    ("ids", "file"), [(1_000, None), (21_128, None), (50_265, None), (50_257, "vocab.txt")]
+)
 def test_a_gpt2_of_ids_that_nothing_explains_is_refused(tmp_path, ids, file):
     """Text became GPT-2's ids, which a smaller table does not have, or has for other texts."""
     if file:
         (tmp_path / file).touch()
     what = f"its {file} is not GPT-2's" if file else f"it has {ids:,} ids, not GPT-2's"
-    with pytest.raises(BadInput, match=f"has no tokenizer.json that says how text becomes ids, and {what}"):
+    with pytest.raises(
+        BadInput, match=f"has no tokenizer.json that says how text becomes ids, and {what}"
+    ):
         gpt2_facts(tmp_path, {"vocab_size": ids})
 
 
-@pytest.mark.parametrize("make", [lambda path: byte_level(path, "<|endoftext|>"), pieces_with_bytes])
+@pytest.mark.parametrize(
+    "make", [lambda path: byte_level(path, "<|endoftext|>"), pieces_with_bytes]
+)
 def test_text_comes_back_token_by_token(tmp_path, make):
     tokenizer = tokenizers.named_tokenizer(str(make(tmp_path / "tokenizer.json")))
     for text in TEXTS:
@@ -154,16 +192,23 @@ def test_text_comes_back_token_by_token(tmp_path, make):
 
 
 def test_words_of_a_large_vocabulary_become_uint32_shards(tmp_path):
-    """Ids above 65,535, as llm.c has them: magic 20240801, version 7. The folder brings its tokenizer with it."""
+    """Ids above 65,535, as llm.c has them: magic 20240801, version 7. The folder brings its
+    tokenizer with it."""
     path = words(tmp_path / "large.json", 70_001)
     texts = [f"w{n} w{69_999 - n}" for n in range(0, 60, 2)]
-    out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", Tokenising(str(path), 0.1))
+    out = tokenise.prepare_text(
+        [jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", Tokenising(str(path), 0.1)
+    )
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["vocab_size"] == 70_001 and manifest["bos_id"] == 70_000
     found = []
     for split in ("train", "val"):
         (shard,) = find_split(out, split).paths
-        assert np.fromfile(shard, "<i4", 3).tolist() == [20240801, 7, manifest["splits"][split]["tokens"]]
+        assert np.fromfile(shard, "<i4", 3).tolist() == [
+            20240801,
+            7,
+            manifest["splits"][split]["tokens"],
+        ]
         found += np.array_split(map_tokens(shard, "<u4"), manifest["splits"][split]["documents"])
     assert sorted(map(list, found)) == sorted([70_000, n, 69_999 - n] for n in range(0, 60, 2))
     again = tokenizers.tokenizer_of(manifest, out)
@@ -183,9 +228,15 @@ def test_bad_tokenizer_files(tmp_path, monkeypatch):
     refused(tmp_path / "none.json", "cannot be read")
     (tmp_path / "no.json").write_text('{"model": 3}')
     refused(tmp_path / "no.json", "is no tokenizer.json that tokenizers .* reads")
-    refused(byte_level(tmp_path / "unmarked.json"), "it has no special ones.*, or give --end-of-text none")
+    refused(
+        byte_level(tmp_path / "unmarked.json"),
+        "it has no special ones.*, or give --end-of-text none",
+    )
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(tmp_path / "no.json", r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'")
+    refused(
+        tmp_path / "no.json",
+        r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'",
+    )
 
 
 def test_any_special_token_can_separate_documents(tmp_path):
@@ -199,7 +250,10 @@ def test_any_special_token_can_separate_documents(tmp_path):
     with pytest.raises(BadInput, match=r"--separator-token \(it has <\|bos\|>, <\|user\|>\), or"):
         prepare(out=tmp_path / "out")
     with pytest.raises(
-        BadInput, match=r"--separator-token <\|bo\|> is no special .*mean '<\|bos\|>'.*has <\|bos\|>, <\|user"
+        BadInput,
+        match=(
+            r"--separator-token <\|bo\|> is no special .*mean '<\|bos\|>'.*has <\|bos\|>, <\|user"
+        ),
     ):
         prepare(out=tmp_path / "out", separator_token="<|bo|>")
     with pytest.raises(BadInput, match="leave out --separator-token"):
@@ -210,7 +264,11 @@ def test_any_special_token_can_separate_documents(tmp_path):
     found = {}
     for token in ("<|bos|>", "<|user|>"):
         for processes in (1, 2):
-            out = prepare(out=tmp_path / f"{token[2:5]}{processes}", separator_token=token, processes=processes)
+            out = prepare(
+                out=tmp_path / f"{token[2:5]}{processes}",
+                separator_token=token,
+                processes=processes,
+            )
             found[token] = json.loads((out / "manifest.json").read_text())["bos_id"]
             for split in ("train", "val"):
                 ids = map_tokens(find_split(out, split).paths[0])
@@ -225,11 +283,16 @@ def test_a_wide_encoding_of_tiktoken(tmp_path, monkeypatch):
     pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
     ranks = {token: n for n, token in enumerate([*(bytes([n]) for n in range(256)), *pairs])}
     wide = tiktoken.Encoding(
-        "o200k_base", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 66_000}
+        "o200k_base",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 66_000},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
     tokenizer = tokenizers.named_tokenizer("o200k_base")
     ids = tokenizer.encode(b"\xc3\xbfx zz")
-    assert ids.dtype == np.uint32 and ids.max() > 30_000 and tokenizer.decode(ids) == b"\xc3\xbfx zz"
+    assert (
+        ids.dtype == np.uint32 and ids.max() > 30_000 and tokenizer.decode(ids) == b"\xc3\xbfx zz"
+    )
     assert tokenizer.bos_id == 66_000 and tokenizer.decode([65_900, 66_000, 97]) == b"a"
     assert tokenizer.byte_lengths().shape == (66_001,)

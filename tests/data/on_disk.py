@@ -1,4 +1,5 @@
-"""Tiny shards on disk for the tests of this folder, written byte by byte from the format's description."""
+"""Tiny shards on disk for the tests of this folder, written byte by byte from the format's
+description."""
 
 import atexit
 import tempfile

@@ -1,16 +1,25 @@
-"""Oracle of the loader: its stream written from the rules in NumPy, slow, whole shards in memory, no Rust."""
+"""Oracle of the loader: its stream written from the rules in NumPy, slow, whole shards in memory,
+no Rust."""
 
 import numpy as np
 
 
 def stream(shards, stages, lanes, align, bos, epochs=1):
-    """Yield (epoch, tokens (lanes, T + 1), document ends of each lane, dropped tokens) for every batch."""
+    """Yield (epoch, tokens (lanes, T + 1), document ends of each lane, dropped tokens) for every
+    batch."""
     todo, dropped = [stage for stage in stages for _ in range(stage.steps)], 0
     for epoch in range(epochs):
         for tokens in shards:
             starts, pos = np.flatnonzero(tokens == bos).tolist(), 0
-            while todo and (made := (packed if align else windows)(tokens, starts, pos, lanes, todo[0])):
-                yield epoch, made[0], made[1], dropped + made[2] - pos - made[0].size + (not align) * lanes
+            while todo and (
+                made := (packed if align else windows)(tokens, starts, pos, lanes, todo[0])
+            ):
+                yield (
+                    epoch,
+                    made[0],
+                    made[1],
+                    dropped + made[2] - pos - made[0].size + (not align) * lanes,
+                )
                 pos, dropped, todo = made[2], 0, todo[1:]
             dropped += len(tokens) - pos
 
@@ -24,7 +33,8 @@ def windows(tokens, starts, pos, lanes, stage):
 
 
 def packed(tokens, starts, pos, lanes, stage):
-    """Recipe 1.3: documents from a cursor over their starts, cut at M and at T + 1 tokens of a lane."""
+    """Recipe 1.3: documents from a cursor over their starts, cut at M and at T + 1 tokens of a
+    lane."""
     T, M, ahead = stage.lane_len, stage.max_doc_len or len(tokens), [s for s in starts if s >= pos]
     rows, ends = [], []
     for _ in range(lanes):

@@ -1,4 +1,5 @@
-"""The canonical mask of GPT-2's vocabulary against tiktoken, and against the count that record 91 printed."""
+"""The canonical mask of GPT-2's vocabulary against tiktoken, and against the count that record 91
+printed."""
 
 import json
 import lzma
@@ -37,7 +38,10 @@ def test_as_many_bytes_are_set_as_record_91_printed(made):
     _, _, mask = made
     assert mask.shape == (SIZE, SIZE // 8) and mask.dtype == np.uint8 and not mask.flags.writeable
     assert np.count_nonzero(mask) == 58_810_565
-    assert not mask[50_256:].any() and not is_set(mask, np.arange(SIZE), np.arange(50_256, SIZE)[:, None]).any()
+    assert (
+        not mask[50_256:].any()
+        and not is_set(mask, np.arange(SIZE), np.arange(50_256, SIZE)[:, None]).any()
+    )
 
 
 def test_no_neighbours_of_real_text_are_ruled_out(made):
@@ -83,7 +87,11 @@ def test_fewer_merges_rule_out_less(made):
     [
         ([b"a"], 0, "a mask of 1 tokens in 0 columns; expected as many columns as tokens or more"),
         ([b"a"], 12, "a multiple of 8"),
-        ([b"a", b"ab"], 8, 'token 1, "ab", is not made of two earlier tokens; expected byte pairs in the order'),
+        (
+            [b"a", b"ab"],
+            8,
+            'token 1, "ab", is not made of two earlier tokens; expected byte pairs in the order',
+        ),
         ([b"a", b"b", b"abab"], 8, 'token 2, "abab", is not made'),
     ],
 )

@@ -1,4 +1,5 @@
-"""The index of contexts against a NumPy model, on trained and on validation text; what it refuses."""
+"""The index of contexts against a NumPy model, on trained and on validation text; what it
+refuses."""
 
 import threading
 import time
@@ -20,7 +21,8 @@ def documents(rows):
 
 
 def told(rows, steps, lengths, recent=96, top=8):
-    """By brute force, for each position of ``rows``: length, occurrences and the next tokens with their counts."""
+    """By brute force, for each position of ``rows``: length, occurrences and the next tokens with
+    their counts."""
     windows = {}
     for length in lengths:
         long = [part for step in steps for part in documents(step) if part.size > length]
@@ -46,8 +48,13 @@ def listed(found: Matches):
     """The same of what the index answered."""
     top = found.tokens.shape[-1]
     pairs = np.stack([found.tokens, found.counts], -1).reshape(-1, top, 2).tolist()
-    rows = zip(found.lengths.ravel().tolist(), found.occurrences.ravel().tolist(), pairs, strict=True)
-    return [(length, times, [(token, count) for token, count in pairs if count]) for length, times, pairs in rows]
+    rows = zip(
+        found.lengths.ravel().tolist(), found.occurrences.ravel().tolist(), pairs, strict=True
+    )
+    return [
+        (length, times, [(token, count) for token, count in pairs if count])
+        for length, times, pairs in rows
+    ]
 
 
 def text(rng, shape, words=12):
@@ -66,7 +73,11 @@ def test_answers_are_those_of_brute_force(dtype, threads):
     index = ContextIndex(3 * 70 * 4, bos_id=BOS, threads=threads, **options)
     for step, rows in enumerate(steps):
         found = index.query(step, rows[:, :-1])  # not contiguous
-        assert found.lengths.shape == found.occurrences.shape == (3, 69) and found.tokens.shape == (3, 69, 4)
+        assert found.lengths.shape == found.occurrences.shape == (3, 69) and found.tokens.shape == (
+            3,
+            69,
+            4,
+        )
         assert listed(found) == told(rows[:, :-1], steps[:step], **options)
         index.push(step, rows)
     assert (index.steps, index.num_tokens, index.capacity) == (4, 840, 840)
@@ -83,11 +94,14 @@ def test_a_hundred_thousand_tokens_and_any_number_of_threads():
             index.push(step, rows)
         answers.append(listed(index.query(10, asked)))
     assert answers[0] == answers[1] == answers[2] == told(asked, steps, (1, 3, 5))
-    assert {length for length, _, _ in answers[0]} >= {1, 3, 5} and max(times for _, times, _ in answers[0]) == 96
+    assert {length for length, _, _ in answers[0]} >= {1, 3, 5} and max(
+        times for _, times, _ in answers[0]
+    ) == 96
 
 
 def test_validation_text_is_found_only_as_far_as_it_was_trained_on():
-    """A sentence planted in the validation shard alone, twice, beside one that the training shard has too."""
+    """A sentence planted in the validation shard alone, twice, beside one that the training shard
+    has too."""
     rng = np.random.default_rng(0)
     train = rng.integers(1, 1000, 4001, dtype=np.uint16)
     train[::200] = BOS
@@ -99,7 +113,8 @@ def test_validation_text_is_found_only_as_far_as_it_was_trained_on():
         for batch in batches:
             found.append(index.query(batch.step, val[None]))
             index.push(batch.step, batch.tokens)
-    found += [index.query(index.steps, val[None]) for _ in range(2)]  # evaluated twice: a query leaves nothing behind
+    # evaluated twice: a query leaves nothing behind
+    found += [index.query(index.steps, val[None]) for _ in range(2)]
     assert len(found) == 6 and index.num_tokens == 4 * 2 * 501
     assert not found[0].lengths.any()
     for answer in found[1:]:
@@ -115,7 +130,9 @@ def test_steps_follow_each_other_and_see_no_later_one():
     index.push(0, rows)
     for wrong in (0, 2):
         for call in (index.push, index.query):
-            with pytest.raises(BadInput, match=f"step {wrong} should see the steps before it .* holds 1 steps"):
+            with pytest.raises(
+                BadInput, match=f"step {wrong} should see the steps before it .* holds 1 steps"
+            ):
                 call(wrong, rows)
     assert index.query(1, rows).tokens[0, :, 0].tolist() == [2, 1, 2, 1]
 
@@ -124,7 +141,9 @@ def test_memory_is_stated_and_enforced():
     index = ContextIndex(6, lengths=[1, 2], bos_id=BOS, threads=1)
     assert index.nbytes == 6 * (4 + 2 * 16) + 2 * 8
     index.push(0, np.ones((1, 4), np.uint16))
-    with pytest.raises(BadInput, match="step 1 has 3 tokens, but the index holds 4 and has room for 6"):
+    with pytest.raises(
+        BadInput, match="step 1 has 3 tokens, but the index holds 4 and has room for 6"
+    ):
         index.push(1, np.ones((1, 3), np.uint16))
     index.push(1, np.ones((1, 2), np.uint16))
     assert (index.num_tokens, index.steps) == (6, 2)
@@ -147,8 +166,18 @@ def test_arguments_are_checked(options, text):
         ContextIndex(**{"capacity": 100} | options)
 
 
-@pytest.mark.parametrize("rows", [np.ones(3, np.uint16), np.ones((1, 3)), np.ones((1, 3), np.int32), [[1, 2]],
-                                  np.ones((2, 0), np.uint16), np.ones((1, 2, 3), np.uint16), None])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.ones(3, np.uint16),
+        np.ones((1, 3)),
+        np.ones((1, 3), np.int32),
+        [[1, 2]],
+        np.ones((2, 0), np.uint16),
+        np.ones((1, 2, 3), np.uint16),
+        None,
+    ],
+)
 def test_rows_are_tokens(rows):
     index = ContextIndex(10, threads=1)
     for call in (index.push, index.query):
@@ -178,7 +207,9 @@ def test_other_threads_run_and_ask_meanwhile():
     rows = text(np.random.default_rng(0), (1, 100_000))
     index.push(0, rows)
     answers = []
-    asking = [threading.Thread(target=lambda: answers.append(index.query(1, rows))) for _ in range(2)]
+    asking = [
+        threading.Thread(target=lambda: answers.append(index.query(1, rows))) for _ in range(2)
+    ]
     began = [thread.start() for thread in asking]
     turns = 0
     while any(thread.is_alive() for thread in asking):

@@ -23,7 +23,11 @@ def test_shares_are_disjoint_and_together_everything(shuffle, drop_last):
         shares = [shard(NAMES, rank=rank, n=n, drop_last=drop_last, **order) for rank in range(n)]
         lengths = [len(share) for share in shares]
         together = [name for share in shares for name in share]
-        assert len(set(together)) == len(together) == (len(NAMES) // n * n if drop_last else len(NAMES))
+        assert (
+            len(set(together))
+            == len(together)
+            == (len(NAMES) // n * n if drop_last else len(NAMES))
+        )
         assert max(lengths) - min(lengths) <= (0 if drop_last else 1)
         if not shuffle:
             assert all(share == NAMES[rank::n][: len(share)] for rank, share in enumerate(shares))

@@ -1,4 +1,5 @@
-"""The stream against the NumPy model, over orders, schedules, process counts and resumes; bad arguments."""
+"""The stream against the NumPy model, over orders, schedules, process counts and resumes; bad
+arguments."""
 
 import json
 from itertools import repeat
@@ -22,13 +23,16 @@ backends = st.sampled_from(["mmap", "pread"])
 
 
 def stage(steps, lane_len, max_doc_len=None, max_docs=None):
-    return SimpleNamespace(steps=steps, lane_len=lane_len, max_doc_len=max_doc_len, max_docs=max_docs or lane_len + 1)
+    return SimpleNamespace(
+        steps=steps, lane_len=lane_len, max_doc_len=max_doc_len, max_docs=max_docs or lane_len + 1
+    )
 
 
 def batches(loader):
     """The batches of a stream that also ends at an epoch without any."""
     try:
-        yield from map(next, repeat(loader))  # not from the loader, which would close with this generator
+        # not from the loader, which would close with this generator
+        yield from map(next, repeat(loader))
     except BadInput as error:
         assert "fits into any of" in str(error)
 
@@ -36,7 +40,10 @@ def batches(loader):
 def told(loader):
     rows = []
     for batch in batches(loader):
-        ends = [row[1 : n + 1].tolist() for row, n in zip(batch.doc_offsets, batch.num_docs, strict=True)]
+        ends = [
+            row[1 : n + 1].tolist()
+            for row, n in zip(batch.doc_offsets, batch.num_docs, strict=True)
+        ]
         rows.append((batch.epoch, batch.tokens.tolist(), ends, batch.dropped_tokens))
     return rows
 
@@ -51,7 +58,9 @@ def joined(parts):
 
 document = st.lists(st.integers(1, 99), max_size=30).map(lambda body: [BOS, *body])
 shard = st.tuples(st.lists(st.integers(1, 99), max_size=9), st.lists(document, max_size=14)).map(
-    lambda parts: np.array([*parts[0], *sum(parts[1], []), *([] if parts[0] or parts[1] else [1])], np.uint16)
+    lambda parts: np.array(
+        [*parts[0], *sum(parts[1], []), *([] if parts[0] or parts[1] else [1])], np.uint16
+    )
 )
 short = st.integers(1, 12)
 
@@ -63,7 +72,9 @@ def streams(draw, order=None, lanes=None):
     lanes = lanes or draw(st.integers(1, 4))
     cut = st.none() | short if order == "bos" else st.none()
     length = st.sampled_from([1, 2, 3, 6]) if order == "shuffled" else short
-    stages = draw(st.lists(st.builds(stage, st.integers(1, 5), length, cut), min_size=1, max_size=3))
+    stages = draw(
+        st.lists(st.builds(stage, st.integers(1, 5), length, cut), min_size=1, max_size=3)
+    )
     need = lanes * (max(s.lane_len for s in stages) + 1) + 12
     shards = [*draw(st.lists(shard, max_size=2)), np.resize(draw(shard), need)]
     align = "bos" if order == "bos" else None
@@ -71,20 +82,31 @@ def streams(draw, order=None, lanes=None):
     if order == "shuffled":
         arguments["shuffle"] = Shuffle(draw(st.integers(0, 99)), 6)
     if order == "shards":
-        arguments |= {"shuffle": Shuffle(draw(st.integers(0, 99)), unit="shard"), "align": draw(aligns)}
+        arguments |= {
+            "shuffle": Shuffle(draw(st.integers(0, 99)), unit="shard"),
+            "align": draw(aligns),
+        }
     return draw(st.permutations(shards)), arguments
 
 
 @settings(few, max_examples=200)
 @given(
-    streams("bos") | streams("contiguous"), st.integers(1, 2), st.sampled_from([0, 1, 2, 8]), backends, st.booleans()
+    streams("bos") | streams("contiguous"),
+    st.integers(1, 2),
+    st.sampled_from([0, 1, 2, 8]),
+    backends,
+    st.booleans(),
 )
 def test_streams_equal_the_numpy_model(data, epochs, prefetch, backend, wide):
     shards, arguments = data
     opened = shards_of(*shards, make=wide_bytes if wide else shard_bytes)
     loader = TokenLoader(opened, epochs=epochs, prefetch=prefetch, backend=backend, **arguments)
-    model = stream(shards, arguments["schedule"], arguments["lanes"], arguments["align"], BOS, epochs)
-    assert told(loader) == [(epoch, rows.tolist(), ends, dropped) for epoch, rows, ends, dropped in model]
+    model = stream(
+        shards, arguments["schedule"], arguments["lanes"], arguments["align"], BOS, epochs
+    )
+    assert told(loader) == [
+        (epoch, rows.tolist(), ends, dropped) for epoch, rows, ends, dropped in model
+    ]
 
 
 @few
@@ -101,7 +123,11 @@ def test_processes_and_resumes_give_the_same_lanes(data, at, prefetch):
     for count in (1, 2, 4, 8):
         parts = []
         for index in range(count):
-            own = {"process_index": index, "process_count": count, "backend": ("mmap", "pread")[index % 2]}
+            own = {
+                "process_index": index,
+                "process_count": count,
+                "backend": ("mmap", "pread")[index % 2],
+            }
             part = TokenLoader(shards, epochs=2, prefetch=index, **own, **data[1])
             part.load_state_dict(state)
             assert part.state_dict() == state
@@ -121,8 +147,12 @@ def test_inputs_targets_and_offsets_belong_together(data):
         length = batch.inputs.shape[1]
         assert np.array_equal(batch.inputs, batch.tokens[:, :-1])
         assert np.array_equal(batch.targets, batch.tokens[:, 1:])
-        assert np.shares_memory(batch.inputs, batch.tokens) and np.shares_memory(batch.targets, batch.tokens)
-        for row, offsets, count in zip(batch.inputs, batch.doc_offsets, batch.num_docs, strict=True):
+        assert np.shares_memory(batch.inputs, batch.tokens) and np.shares_memory(
+            batch.targets, batch.tokens
+        )
+        for row, offsets, count in zip(
+            batch.inputs, batch.doc_offsets, batch.num_docs, strict=True
+        ):
             assert offsets[0] == 0 and (offsets[count:] == length).all()
             assert (np.diff(offsets[: count + 1]) > 0).all()
             inner = offsets[1:count]
@@ -130,19 +160,31 @@ def test_inputs_targets_and_offsets_belong_together(data):
                 inner = offsets[:count]
                 if len({s.max_doc_len for s in data[1]["schedule"]}) == 1 and cuts[length]:
                     assert np.diff(offsets[: count + 1]).max() <= cuts[length]
-            assert set(inner) >= set(np.flatnonzero(row[1:] == BOS) + 1) and (row[inner] == BOS).all()
+            assert (
+                set(inner) >= set(np.flatnonzero(row[1:] == BOS) + 1) and (row[inner] == BOS).all()
+            )
 
 
 @few
-@given(st.integers(30, 200), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**62))
+@given(
+    st.integers(30, 200),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 2**62),
+)
 def test_a_shuffled_epoch_is_a_permutation_of_whole_blocks(tokens, lanes, length, times, seed):
     block = length * times
     files = [np.arange(tokens), 1000 + np.arange(tokens // 2)]
     shards = shards_of(*files)
-    blocks = [1000 * i + j * block for i, f in enumerate(files) for j in range((len(f) - 1) // block)]
+    blocks = [
+        1000 * i + j * block for i, f in enumerate(files) for j in range((len(f) - 1) // block)
+    ]
     if len(blocks) * times < lanes:
         with pytest.raises(BadInput, match="lane windows"):
-            TokenLoader(shards, lanes=lanes, lane_len=length, align=None, shuffle=Shuffle(seed, block))
+            TokenLoader(
+                shards, lanes=lanes, lane_len=length, align=None, shuffle=Shuffle(seed, block)
+            )
         return
     arguments = {"lanes": lanes, "lane_len": length, "align": None, "bos_id": 65535}
     epochs = [[], []]
@@ -172,8 +214,13 @@ def test_the_order_depends_on_seed_and_epoch_only():
 
 def test_without_an_end_the_data_wraps_around():
     shards = shards_of(np.arange(1, 22), np.arange(101, 112))
-    loader = TokenLoader(shards, lanes=1, align=None, schedule=[stage(4, 10), stage(1, 5)], epochs=None)
-    firsts = [(batch.epoch, batch.step, int(batch.tokens[0, 0]), batch.tokens.shape[1]) for batch in loader]
+    loader = TokenLoader(
+        shards, lanes=1, align=None, schedule=[stage(4, 10), stage(1, 5)], epochs=None
+    )
+    firsts = [
+        (batch.epoch, batch.step, int(batch.tokens[0, 0]), batch.tokens.shape[1])
+        for batch in loader
+    ]
     assert firsts == [(0, 0, 1, 11), (0, 1, 11, 11), (0, 2, 101, 11), (1, 3, 1, 11), (1, 4, 11, 6)]
     assert loader.stats()["shard_switches"] == 1 and loader.stats()["batches"] == 5
 
@@ -242,11 +289,15 @@ def test_bad_arguments_have_error_messages(message):
 def test_too_many_documents_and_foreign_tokens_are_named():
     tokens = [0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 70]
     for align, count in ("bos", 3), (None, 4):
-        loader = TokenLoader(shards_of(tokens), lanes=2, lane_len=4, bos_id=0, max_docs=2, align=align)
+        loader = TokenLoader(
+            shards_of(tokens), lanes=2, lane_len=4, bos_id=0, max_docs=2, align=align
+        )
         message = rf"step 0, lane 1 .* {count} documents but max_docs=2; .* {count}, "
         with pytest.raises(DocOverflowError, match=message):
             next(loader)
-    loader = TokenLoader(shards_of(tokens), lanes=1, lane_len=11, bos_id=0, align=None, vocab_size=70)
+    loader = TokenLoader(
+        shards_of(tokens), lanes=1, lane_len=11, bos_id=0, align=None, vocab_size=70
+    )
     message = r"t_000.bin holds token id 70 at token position 11, but vocab_size=70"
     for _ in range(2):
         with pytest.raises(TokenRangeError, match=message):

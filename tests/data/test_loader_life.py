@@ -62,7 +62,11 @@ def test_life_cycle():
     assert thread_ends()
     assert kept.tokens[1, 0] == 5
     loader.close()
-    for call in (loader.start, lambda: next(loader), lambda: loader.load_state_dict(loader.state_dict())):
+    for call in (
+        loader.start,
+        lambda: next(loader),
+        lambda: loader.load_state_dict(loader.state_dict()),
+    ):
         with pytest.raises(BadInput, match="the loader is closed"):
             call()
     dropped = TokenLoader(shards, lanes=2, lane_len=5, align=None)
@@ -112,7 +116,11 @@ def run_slow(folder, body):
     """A program whose loader scans for minutes: shards without a single document start."""
     source = textwrap.dedent(SLOW) + textwrap.dedent(body)
     return subprocess.Popen(
-        [sys.executable, "-c", source], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", source],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -120,7 +128,8 @@ def run_slow(folder, body):
 def test_control_c_ends_a_wait_at_once(prefetch, tmp_path):
     """The best of three, so that a busy machine does not count."""
     body = f"""
-    loader = TokenLoader(open_shards("a_*.bin"), lanes=2, lane_len=100, align="bos", bos_id=7, prefetch={prefetch})
+    loader = TokenLoader(open_shards("a_*.bin"), lanes=2, lane_len=100, align="bos", bos_id=7, \
+prefetch={prefetch})
     for _ in range(3):
         print("waiting", flush=True)
         try:
@@ -148,7 +157,8 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     import sys
     from jspeed.data import TokenLoader, open_shards
     def kilobytes(name):
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+        return next(int(line.split()[1]) for line in open("/proc/self/status") if \
+line.startswith(name))
     loader = TokenLoader(open_shards(sys.argv[1]), lanes=8, lane_len=4096, align="bos", bos_id=0)
     next(loader)
     heap, mapped, most = kilobytes("RssAnon"), kilobytes("RssFile"), 0
@@ -157,7 +167,9 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     print(kilobytes("RssAnon") - heap, most, loader.stats()["shard_switches"])
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "m_*.bin")]
-    heap, mapped, switches = map(int, subprocess.check_output(command, text=True, timeout=30).split())
+    heap, mapped, switches = map(
+        int, subprocess.check_output(command, text=True, timeout=30).split()
+    )
     assert heap < 32_000 and mapped < 2 * 8_100 and switches == 3
 
 
@@ -186,4 +198,6 @@ def test_other_threads_run_during_a_wait(tmp_path):
     first, *refusals, shown = out.splitlines()
     assert int(first.split()[0]) > 10_000 and first.split()[1] == "1"
     assert len(refusals) == 4 and shown.endswith("made before a fork)")
-    assert all(line.startswith("LoaderForkedError this loader was made in process") for line in refusals)
+    assert all(
+        line.startswith("LoaderForkedError this loader was made in process") for line in refusals
+    )

@@ -1,4 +1,5 @@
-"""Loader: mixtures, shuffling, uint32 tokens, masks, and arrays that the device derives from tokens."""
+"""Loader: mixtures, shuffling, uint32 tokens, masks, and arrays that the device derives from
+tokens."""
 
 import json
 from itertools import islice
@@ -40,19 +41,29 @@ def test_wide_tokens_are_not_cut_to_sixteen_bits():
 
 
 @few
-@given(st.lists(st.integers(21, 60), min_size=1, max_size=6), st.integers(0, 99), st.sampled_from(["bos", None]))
+@given(
+    st.lists(st.integers(21, 60), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.sampled_from(["bos", None]),
+)
 def test_shuffled_shards_come_once_an_epoch(lengths, seed, align):
-    shards = [np.concatenate([[i, 0], 1000 * i + np.arange(1, n)]) for i, n in enumerate(lengths, 1)]
+    shards = [
+        np.concatenate([[i, 0], 1000 * i + np.arange(1, n)]) for i, n in enumerate(lengths, 1)
+    ]
     arguments = {"lanes": 1, "lane_len": 20, "align": align, "bos_id": 0}
     epochs = [[], []]
-    for batch in TokenLoader(shards_of(*shards), shuffle=Shuffle(seed, unit="shard"), epochs=2, **arguments):
+    for batch in TokenLoader(
+        shards_of(*shards), shuffle=Shuffle(seed, unit="shard"), epochs=2, **arguments
+    ):
         epochs[batch.epoch].append(batch.tokens.tolist())
     alone = [tokens_of(TokenLoader(shards_of(shard), **arguments)) for shard in shards]
     for epoch in epochs:
         order = list(dict.fromkeys(row[-1][-1] // 1000 for row in epoch))
         assert sorted(order) == list(range(1, len(shards) + 1))
         assert epoch == [batch for number in order for batch in alone[number - 1]]
-    again = TokenLoader(shards_of(*shards), shuffle=Shuffle(seed, unit="shard"), epochs=2, **arguments)
+    again = TokenLoader(
+        shards_of(*shards), shuffle=Shuffle(seed, unit="shard"), epochs=2, **arguments
+    )
     assert tokens_of(again) == epochs[0] + epochs[1]
 
 
@@ -60,7 +71,9 @@ def test_shard_orders_differ_between_epochs_and_seeds():
     shards = shards_of(*(np.full(30, i) for i in range(20)))
 
     def order(seed):
-        loader = TokenLoader(shards, lanes=1, lane_len=20, shuffle=Shuffle(seed, unit="shard"), epochs=2)
+        loader = TokenLoader(
+            shards, lanes=1, lane_len=20, shuffle=Shuffle(seed, unit="shard"), epochs=2
+        )
         return [int(batch.tokens[0, 0]) for batch in loader]
 
     one, two = order(1), order(2)
@@ -78,10 +91,15 @@ def mix(z):
 
 
 def windows(shards, lanes, length, seed, step):
-    """The rule of ``Shuffle(unit="window")``: starts of all shards in a row, one drawn for each lane."""
-    all_of_them = [shard[n : n + length + 1] for shard in shards for n in range(len(shard) - length)]
+    """The rule of ``Shuffle(unit="window")``: starts of all shards in a row, one drawn for each
+    lane."""
+    all_of_them = [
+        shard[n : n + length + 1] for shard in shards for n in range(len(shard) - length)
+    ]
     key = mix(mix(seed + GOLDEN & MASK) ^ step)
-    draws = [mix(key + GOLDEN * (lane + 1) & MASK) * len(all_of_them) >> 64 for lane in range(lanes)]
+    draws = [
+        mix(key + GOLDEN * (lane + 1) & MASK) * len(all_of_them) >> 64 for lane in range(lanes)
+    ]
     return [all_of_them[draw].tolist() for draw in draws]
 
 
@@ -92,31 +110,40 @@ def windows(shards, lanes, length, seed, step):
     st.integers(0, 99),
     st.sampled_from([1, 2, 4]),
 )
-def test_random_windows_are_those_of_the_rule_and_go_on_on_other_processes(lengths, length, seed, processes):
+def test_random_windows_are_those_of_the_rule_and_go_on_on_other_processes(
+    lengths, length, seed, processes
+):
     shards = [1000 * i + np.arange(n) for i, n in enumerate([length + 1, *lengths])]
     same = {"lanes": 4, "lane_len": length, "shuffle": Shuffle(seed, unit="window"), "epochs": None}
     loader = TokenLoader(shards_of(*shards), **same)
     for step in range(4):
         batch = next(loader)
         assert batch.tokens.tolist() == windows(shards, 4, length, seed, step)
-        assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1]) and batch.dropped_tokens == 0
+        assert (
+            np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1]) and batch.dropped_tokens == 0
+        )
     rest = [
         TokenLoader(shards_of(*shards), process_index=index, process_count=processes, **same)
         for index in range(processes)
     ]
     for part in rest:
         part.load_state_dict(loader.state_dict())
-    assert np.concatenate([next(part).tokens for part in rest]).tolist() == windows(shards, 4, length, seed, 4)
+    assert np.concatenate([next(part).tokens for part in rest]).tolist() == windows(
+        shards, 4, length, seed, 4
+    )
 
 
 def test_random_windows_start_anywhere_up_to_the_last():
-    """Eight tokens and windows of three with their target: starts 0 to 4, as often as each other."""
+    """Eight tokens and windows of three with their target: starts 0 to 4, as often as each
+    other."""
     same = {"lanes": 50, "lane_len": 3, "epochs": None}
     loader = TokenLoader(shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **same)
     starts = np.concatenate([batch.tokens[:, 0] for batch in islice(loader, 100)])
     assert np.bincount(starts).shape == (5,) and np.abs(np.bincount(starts) - 1000).max() < 120
     with pytest.raises(BadInput, match="needs 9 tokens in one shard but there are 8"):
-        TokenLoader(shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **(same | {"lane_len": 8}))
+        TokenLoader(
+            shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **(same | {"lane_len": 8})
+        )
 
 
 def test_two_epochs_without_shuffle_are_one_twice():
@@ -170,7 +197,9 @@ def test_a_mixture_of_other_weights_or_data_is_not_resumed():
         with pytest.raises(StateMismatchError, match=f"differs in {field}: "):
             TokenLoader(sources, lanes=2, lane_len=5).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="differs in offset_1: "):
-        TokenLoader([(one, 1), (two, 2)], lanes=2, lane_len=5).load_state_dict(state | {"offset_1": 901})
+        TokenLoader([(one, 1), (two, 2)], lanes=2, lane_len=5).load_state_dict(
+            state | {"offset_1": 901}
+        )
     for message, sources in {
         "the weight of .* should be from 1": [(one, 0), (two, 1)],
         "the mixture has no shards": [],
@@ -181,7 +210,9 @@ def test_a_mixture_of_other_weights_or_data_is_not_resumed():
 
 
 @few
-@given(st.lists(st.integers(0, 12), min_size=20, max_size=60), st.integers(1, 9), st.integers(2, 15))
+@given(
+    st.lists(st.integers(0, 12), min_size=20, max_size=60), st.integers(1, 9), st.integers(2, 15)
+)
 def test_the_mask_hides_targets_that_cross_a_cut(lengths, cut, lane_len):
     """Ids are unique but for the document starts, so that every true successor can be looked up."""
     body = iter(range(1, 60_000))
@@ -202,7 +233,11 @@ def test_the_mask_hides_targets_that_cross_a_cut(lengths, cut, lane_len):
 
 
 @few
-@given(st.lists(st.integers(0, 12), min_size=20, max_size=60), st.integers(1, 9), st.sampled_from(["bos", None]))
+@given(
+    st.lists(st.integers(0, 12), min_size=20, max_size=60),
+    st.integers(1, 9),
+    st.sampled_from(["bos", None]),
+)
 def test_document_numbers_on_the_device_are_those_of_the_offsets(lengths, cut, align):
     tokens = [token for n in lengths for token in [0, *range(1, n + 1)]]
     arguments = {"lanes": 2, "lane_len": 9, "bos_id": 0, "max_docs": 10, "align": align}
@@ -227,5 +262,9 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
     batch = next(TokenLoader(shards, max_docs=3, loss_mask=True, **arguments))
     with jax.transfer_guard("disallow"):
         tokens = put_rows(batch.tokens, sharding)
-    assert tokens.shape == (4, 7) and tokens.dtype == np.uint16 and len(tokens.sharding.device_set) == 4
+    assert (
+        tokens.shape == (4, 7)
+        and tokens.dtype == np.uint16
+        and len(tokens.sharding.device_set) == 4
+    )
     np.testing.assert_array_equal(tokens, batch.tokens)

@@ -60,23 +60,41 @@ BAD = [
         put("symbols", [chr(i) for i in range(300)]),
         "'symbols': expected at most vocab_size, 257, characters, found 300",
     ),
-    (put("mark", "where"), "'mark': expected 'before' or 'after' or 'both' or 'none', found 'where'"),
+    (
+        put("mark", "where"),
+        "'mark': expected 'before' or 'after' or 'both' or 'none', found 'where'",
+    ),
     (put("source", None), "'source': expected an object, found null"),
     (put("files", []), r"'files': expected a list of one or more, found \[\]"),
     (put("files", 0, 7), r"'files\[0\]': expected an object, found 7"),
-    (put("files", 0, "name", "../x.bin"), r"'files\[0\].name': expected the name of a .bin file in the same folder"),
-    (put("files", 1, "split", "test"), r"'files\[1\].split': expected 'train' or 'val', found 'test'"),
+    (
+        put("files", 0, "name", "../x.bin"),
+        r"'files\[0\].name': expected the name of a .bin file in the same folder",
+    ),
+    (
+        put("files", 1, "split", "test"),
+        r"'files\[1\].split': expected 'train' or 'val', found 'test'",
+    ),
     (put("files", 1, "bytes", 1e300), r"'files\[1\].bytes': expected a whole number"),
-    (put("files", 1, "tokens", -5), r"'files\[1\].tokens': expected a whole number of 1 or more, found -5"),
+    (
+        put("files", 1, "tokens", -5),
+        r"'files\[1\].tokens': expected a whole number of 1 or more, found -5",
+    ),
     (put("files", 1, "sha256", "x" * 64), r"'files\[1\].sha256': expected 64 hexadecimal digits"),
     (put("splits", "train", "tokens", 5), "'splits': expected the totals of files"),
     (put("splits", None), "'splits': expected an object, found null"),
-    (lambda manifest: manifest.pop("tokenizer"), "'tokenizer': expected a name, found no such field"),
+    (
+        lambda manifest: manifest.pop("tokenizer"),
+        "'tokenizer': expected a name, found no such field",
+    ),
     (
         lambda manifest: manifest["files"][1].pop("documents"),
         r"'files\[1\].documents': expected .*, found no such field",
     ),
-    (lambda manifest: manifest["files"].append(manifest["files"][0]), "'files': expected files of different names"),
+    (
+        lambda manifest: manifest["files"].append(manifest["files"][0]),
+        "'files': expected files of different names",
+    ),
 ]
 
 
@@ -115,7 +133,9 @@ def test_any_value_anywhere_is_accepted_or_has_an_error_message(whole, tmp_path_
     manifest = json.loads((whole / "manifest.json").read_text())
     place = manifest
     for _ in range(3):
-        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        key = data.draw(
+            st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
         if not isinstance(place[key], dict | list) or data.draw(st.booleans()):
             break
         place = place[key]
@@ -144,7 +164,10 @@ def test_the_command_prints_the_error(whole, tmp_path):
         os.link(path, tmp_path / path.name)
     manifest = tmp_path / "manifest.json"
     content = json.loads(manifest.read_text())
-    for value, flags, message in (("x", [], "'vocab_size': expected"), ([], ["--verify"], "'files': expected")):
+    for value, flags, message in (
+        ("x", [], "'vocab_size': expected"),
+        ([], ["--verify"], "'files': expected"),
+    ):
         changed = copy.deepcopy(content) | {"vocab_size" if value else "files": value}
         manifest.unlink()
         manifest.write_text(json.dumps(changed))

@@ -1,4 +1,5 @@
-"""Independent processes read disjoint lanes (rows of the batch) that form one stream, also after kill and resume."""
+"""Independent processes read disjoint lanes (rows of the batch) that form one stream, also after
+kill and resume."""
 
 import io
 import json
@@ -56,7 +57,9 @@ def told(output):
 
 def spawn_all(shards, arguments, count, state, folder, pause=0.0):
     """One process for each share of the lanes."""
-    shares = [arguments | {"process_index": index, "process_count": count} for index in range(count)]
+    shares = [
+        arguments | {"process_index": index, "process_count": count} for index in range(count)
+    ]
     return [spawn(shards, share, state, folder / str(i), pause) for i, share in enumerate(shares)]
 
 
@@ -75,7 +78,9 @@ def joined(shards, arguments, count, state, folder):
 @pytest.fixture(scope="module")
 def shards():
     rng = np.random.default_rng(5)
-    return shards_of(*(np.where(rng.random(n) < 0.05, 0, rng.integers(1, 99, n)) for n in (1500, 700, 1100)))
+    return shards_of(
+        *(np.where(rng.random(n) < 0.05, 0, rng.integers(1, 99, n)) for n in (1500, 700, 1100))
+    )
 
 
 STAGES = [Stage(4, 16, 9), Stage(5, 32, 20), Stage(60, 24, 20)]
@@ -108,7 +113,10 @@ def test_a_killed_run_continues_exactly_on_another_process_count(shards, tmp_pat
     running = spawn_all(shards, arguments, 2, start, tmp_path / "killed", 0.02)
     saved = tmp_path / "killed" / "0" / "state.json"
     deadline = time.monotonic() + 30
-    while not (saved.exists() and json.loads(saved.read_text())["step"] >= 6) and time.monotonic() < deadline:
+    while (
+        not (saved.exists() and json.loads(saved.read_text())["step"] >= 6)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     for process in running:
         process.kill()

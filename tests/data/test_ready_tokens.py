@@ -1,4 +1,5 @@
-"""``jspeed prepare tokens``: files of ids from nanoGPT and build-nanogpt, and those that are none."""
+"""``jspeed prepare tokens``: files of ids from nanoGPT and build-nanogpt, and those that are
+none."""
 
 import json
 import os
@@ -18,7 +19,8 @@ from ..corpus.prepared import read_split, script
 from ..multi_process import said
 from .on_disk import shard_bytes
 
-TRAIN = np.array([1, 2, 256, 3, 4, 5, 256, 256, 6, 7, 8, 9, 256], "<u2")  # nanoGPT's: a mark after each document
+# nanoGPT's: a mark after each document
+TRAIN = np.array([1, 2, 256, 3, 4, 5, 256, 256, 6, 7, 8, 9, 256], "<u2")
 VAL = np.array([256, 1, 2, 256, 3], "<u2")  # build-nanogpt's: before
 
 
@@ -34,15 +36,21 @@ def write(folder, train, val):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
-@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("edu_train_000001.npy", "edu_val_000000.npy")])
+@pytest.mark.parametrize(
+    "names", [("train.bin", "val.bin"), ("edu_train_000001.npy", "edu_val_000000.npy")]
+)
 @pytest.mark.parametrize("dtype", ["<u2", "<i8"])
 def test_the_same_tokens(tmp_path, monkeypatch, names, dtype, chunk):
     monkeypatch.setattr(ready_tokens, "CHUNK", chunk)
     dtype = dtype if names[0].endswith(".npy") else "<u2"
-    folder = write(tmp_path / "in", *zip(names, (TRAIN.astype(dtype), VAL.astype(dtype)), strict=True))
+    folder = write(
+        tmp_path / "in", *zip(names, (TRAIN.astype(dtype), VAL.astype(dtype)), strict=True)
+    )
     (folder / "readme.bin").write_bytes(b"x")  # of no split
     told = []
-    out = prepare_tokens(folder, tmp_path / "out", "bytes", lambda count, total: told.append((count, total)))
+    out = prepare_tokens(
+        folder, tmp_path / "out", "bytes", lambda count, total: told.append((count, total))
+    )
     for split, tokens in (("train", TRAIN), ("val", VAL)):
         np.testing.assert_array_equal(read_split(out, split), tokens)
     manifest = json.loads((out / "manifest.json").read_text())
@@ -51,25 +59,54 @@ def test_the_same_tokens(tmp_path, monkeypatch, names, dtype, chunk):
     total = np.dtype(dtype).itemsize * (TRAIN.size + VAL.size)
     assert sum(count for count, _ in told) == total and {total for _, total in told} == {total}
     stamp = (out / "manifest.json").stat().st_mtime_ns
-    assert prepare_tokens(folder, out) == out and (out / "manifest.json").stat().st_mtime_ns == stamp
+    assert (
+        prepare_tokens(folder, out) == out and (out / "manifest.json").stat().st_mtime_ns == stamp
+    )
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
 BAD = {
     "no folder": (lambda f: shutil.rmtree(f), "input folder {} cannot be read (No such file"),
-    "no tokens": (lambda f: [path.unlink() for path in f.iterdir()], "{} holds no tokens, train.bin and val.bin"),
+    "no tokens": (
+        lambda f: [path.unlink() for path in f.iterdir()],
+        "{} holds no tokens, train.bin and val.bin",
+    ),
     "one split": (lambda f: (f / "val.bin").unlink(), "the val split of "),
-    "too large": (lambda f: np.array([1, 2, 257], "<u2").tofile(f / "val.bin"), "token id 257 at token position 2"),
-    "negative": (lambda f: np.save(f / "x_val_1.npy", np.array([1, -2])), "token id -2 at token position 1"),
-    "odd": (lambda f: (f / "val.bin").write_bytes(b"abc"), "val.bin holds no ids of tokens (Size of available"),
+    "too large": (
+        lambda f: np.array([1, 2, 257], "<u2").tofile(f / "val.bin"),
+        "token id 257 at token position 2",
+    ),
+    "negative": (
+        lambda f: np.save(f / "x_val_1.npy", np.array([1, -2])),
+        "token id -2 at token position 1",
+    ),
+    "odd": (
+        lambda f: (f / "val.bin").write_bytes(b"abc"),
+        "val.bin holds no ids of tokens (Size of available",
+    ),
     "empty": (lambda f: (f / "val.bin").write_bytes(b""), "val.bin holds no ids of tokens"),
-    "no array": (lambda f: (f / "val_1.npy").write_bytes(b"abc"), "val_1.npy holds no ids of tokens"),
-    "pickle": (lambda f: np.save(f / "val_1.npy", np.array([{}])), "val_1.npy holds no ids of tokens"),
-    "several arrays": (lambda f: np.savez(f / "x.npz", x=VAL) or (f / "x.npz").rename(f / "val_1.npy"), "no ids of"),
-    "table": (lambda f: np.save(f / "val_1.npy", np.ones((2, 3), int)), "holds an array (2, 3) of int64"),
+    "no array": (
+        lambda f: (f / "val_1.npy").write_bytes(b"abc"),
+        "val_1.npy holds no ids of tokens",
+    ),
+    "pickle": (
+        lambda f: np.save(f / "val_1.npy", np.array([{}])),
+        "val_1.npy holds no ids of tokens",
+    ),
+    "several arrays": (
+        lambda f: np.savez(f / "x.npz", x=VAL) or (f / "x.npz").rename(f / "val_1.npy"),
+        "no ids of",
+    ),
+    "table": (
+        lambda f: np.save(f / "val_1.npy", np.ones((2, 3), int)),
+        "holds an array (2, 3) of int64",
+    ),
     "numbers": (lambda f: np.save(f / "val_1.npy", np.ones(3)), "holds an array (3,) of float64"),
     "a shard": (lambda f: (f / "val.bin").write_bytes(shard_bytes()), "val.bin is a shard already"),
-    "a pipe": (lambda f: os.mkfifo(f / "val_1.bin"), "val_1.bin cannot be read (not a regular file)"),
+    "a pipe": (
+        lambda f: os.mkfifo(f / "val_1.bin"),
+        "val_1.bin cannot be read (not a regular file)",
+    ),
     "characters": (lambda f: (f / "meta.pkl").touch(), "ids in {} are of characters"),
 }
 
@@ -79,12 +116,18 @@ def test_what_holds_no_tokens_of_the_tokenizer(tmp_path, change, message):
     folder = write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL))
     change(folder)
     sentence = said(lambda: prepare_tokens(folder, tmp_path / "out"))
-    assert message.format(folder) in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
+    assert (
+        message.format(folder) in sentence
+        and "\n" not in sentence
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_gpt2_s_ids_need_no_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "named_tokenizer", None)
-    out = prepare_tokens(write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL)), tmp_path / "out", "gpt2")
+    out = prepare_tokens(
+        write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL)), tmp_path / "out", "gpt2"
+    )
     assert json.loads((out / "manifest.json").read_text())["bos_id"] == 50256
 
 

@@ -36,7 +36,12 @@ def describe(folder, **changes):
     files = []
     for path in sorted(folder.glob("*.bin")):
         size = path.stat().st_size
-        record = {"name": path.name, "split": path.name.split("_")[1], "bytes": size, "sha256": sha256_of(path)}
+        record = {
+            "name": path.name,
+            "split": path.name.split("_")[1],
+            "bytes": size,
+            "sha256": sha256_of(path),
+        }
         files.append(record | {"tokens": (size - 1024) // 2, "documents": 1})
     (folder / "manifest.json").write_text(json.dumps(manifest_of(files, FACTS) | changes))
 
@@ -44,7 +49,9 @@ def describe(folder, **changes):
 def outcome(folder, recipe="stdlib", *sets):
     run_dir = folder.parent / "run"
     with pytest.raises((BadInput, Compiled)) as caught:
-        train(Options(str(recipe), data=folder, set_=(*SETS, *sets), run_dir=run_dir, progress=False))
+        train(
+            Options(str(recipe), data=folder, set_=(*SETS, *sets), run_dir=run_dir, progress=False)
+        )
     assert not run_dir.exists() and "\n" not in str(caught.value)
     return "fits" if caught.type is Compiled else str(caught.value)
 
@@ -61,7 +68,10 @@ def test_data_that_fit(folder):
     ("changes", "message"),
     [
         ({"format_version": 99}, "'format_version': expected 1, found 99"),
-        ({"vocab_size": 10, "bos_id": None}, "at token position .* but its manifest.json says 10 ids"),
+        (
+            {"vocab_size": 10, "bos_id": None},
+            "at token position .* but its manifest.json says 10 ids",
+        ),
         ({"tokenizer": 3}, "'tokenizer': expected a name, found 3"),
         ({"files": []}, "'files': expected a list of one or more"),
     ],
@@ -76,12 +86,17 @@ def test_a_manifest_that_does_not(folder, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 300}, "holds tokens of bytes with 300 ids but recipe stdlib has room for 257; "),
+        (
+            {"vocab_size": 300},
+            "holds tokens of bytes with 300 ids but recipe stdlib has room for 257; ",
+        ),
         ({"tokenizer": "gpt2"}, "holds tokens of gpt2 but recipe stdlib expects bytes tokens; "),
     ],
 )
 def test_a_recipe_without_a_vocabulary_to_change(folder, tmp_path, changes, message):
-    (tmp_path / "fixed.py").write_text(setup.find("stdlib").source.replace("VOCAB = 272", "VOCAB = 16 * 17"))
+    (tmp_path / "fixed.py").write_text(
+        setup.find("stdlib").source.replace("VOCAB = 272", "VOCAB = 16 * 17")
+    )
     describe(folder, **changes)
     assert message in outcome(folder, tmp_path / "fixed.py")
     assert outcome(folder) == "fits"  # stdlib takes theirs: tests/run/test_other_tokens.py
@@ -101,13 +116,18 @@ def test_ids_that_the_recipe_has_no_room_for(folder, split):
     tokens = np.memmap(path, "<u2", "r+", 1024)
     tokens[7] = 257
     tokens.flush()
-    assert f"{path} holds token id 257 at token position 7 but recipe stdlib has room for 257 ids; " in outcome(folder)
+    assert (
+        f"{path} holds token id 257 at token position 7 but recipe stdlib has room for 257 ids; "
+        in outcome(folder)
+    )
 
 
 def test_lanes_that_start_at_documents_need_separators(folder, tmp_path):
     source = (setup.find("stdlib").path).read_text()
     recipe = tmp_path / "aligned.py"
-    recipe.write_text(source.replace("bos_id=256, shuffle_block=LANE_LEN", 'bos_id=256, align="bos"'))
+    recipe.write_text(
+        source.replace("bos_id=256, shuffle_block=LANE_LEN", 'bos_id=256, align="bos"')
+    )
     describe(folder, bos_id=None)
     assert "without a document separator but the lanes of recipe" in outcome(folder, recipe)
     describe(folder, bos_id=10)

@@ -14,7 +14,10 @@ from .on_disk import shards_of
 from .test_context_index import BOS, text
 
 ASKED = Retrieval(lengths=(1, 3), recent=9, top=2)
-STAGES = [SimpleNamespace(steps=n, lane_len=length, max_doc_len=40, max_docs=None) for n, length in ((3, 60), (2, 90))]
+STAGES = [
+    SimpleNamespace(steps=n, lane_len=length, max_doc_len=40, max_docs=None)
+    for n, length in ((3, 60), (2, 90))
+]
 CAPACITY = 4 * (3 * 61 + 2 * 91)
 
 
@@ -30,7 +33,9 @@ def loader_of(tokens=None):
 
 
 def retriever(lanes=slice(0, 4), tokens=None, capacity=CAPACITY, dtype=np.uint16):
-    return Retriever(loader_of(tokens), ASKED, capacity=capacity, bos_id=BOS, dtype=np.dtype(dtype), lanes=lanes)
+    return Retriever(
+        loader_of(tokens), ASKED, capacity=capacity, bos_id=BOS, dtype=np.dtype(dtype), lanes=lanes
+    )
 
 
 VAL = text(np.random.default_rng(4), (2, 31))
@@ -38,7 +43,9 @@ VAL = text(np.random.default_rng(4), (2, 31))
 
 def expected():
     """Of each step its tokens, their matches in the steps before, and those of VAL after it."""
-    index = ContextIndex(CAPACITY, lengths=ASKED.lengths, recent=ASKED.recent, top=ASKED.top, bos_id=BOS)
+    index = ContextIndex(
+        CAPACITY, lengths=ASKED.lengths, recent=ASKED.recent, top=ASKED.top, bos_id=BOS
+    )
     steps = []
     with loader_of() as batches:
         for batch in batches:
@@ -51,7 +58,9 @@ def expected():
 def assert_same(rows, tokens, found):
     ours, matches = unpacked(ASKED, rows)
     np.testing.assert_array_equal(ours, tokens)
-    for part, other in zip(matches, (found.tokens, found.counts, found.lengths, found.occurrences), strict=True):
+    for part, other in zip(
+        matches, (found.tokens, found.counts, found.lengths, found.occurrences), strict=True
+    ):
         np.testing.assert_array_equal(part, other)
 
 
@@ -116,7 +125,9 @@ def test_rows_are_unpacked_as_they_were_packed(dtype):
     rng = np.random.default_rng(0)
     asked = Retrieval(top=3)
     tokens = rng.integers(0, 60_000, (2, 8)).astype(dtype)
-    matches = Matches(*(rng.integers(0, 255, shape) for shape in ((2, 7, 3), (2, 7, 3), (2, 7), (2, 7))))
+    matches = Matches(
+        *(rng.integers(0, 255, shape) for shape in ((2, 7, 3), (2, 7, 3), (2, 7), (2, 7)))
+    )
     rows = packed(tokens, matches, dtype)
     assert rows.dtype == dtype and rows.shape == (2, 8 + 7 * asked.words)
     ours, found = unpacked(asked, rows)

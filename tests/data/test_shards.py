@@ -1,4 +1,5 @@
-"""Opening shards: what is valid, one message for each way a file can be bad, and files that go bad later."""
+"""Opening shards: what is valid, one message for each way a file can be bad, and files that go bad
+later."""
 
 import os
 import pickle
@@ -29,7 +30,11 @@ from .on_disk import shard_bytes
 
 
 def test_shards_are_sorted_and_described(tmp_path):
-    for name, count in [("b_train_000002.bin", 5), ("a_train_000001.bin", 7), ("a_val_000000.bin", 3)]:
+    for name, count in [
+        ("b_train_000002.bin", 5),
+        ("a_train_000001.bin", 7),
+        ("a_val_000000.bin", 3),
+    ]:
         (tmp_path / name).write_bytes(shard_bytes(range(count)))
     shards = open_shards(str(tmp_path / "*_train_*.bin"))
     assert isinstance(shards, Shards) and len(shards) == 2 and shards.num_tokens == 12
@@ -47,14 +52,20 @@ def test_shards_are_sorted_and_described(tmp_path):
 BAD = {
     "has 1023 bytes, fewer than the 1024 bytes of a shard header": shard_bytes()[:1023],
     "has 0 bytes, fewer than the 1024 bytes": b"",
-    r"the magic number 20240520 \(uint16\) or 20240801 \(uint32\) but is 20240521": shard_bytes(magic=20240521),
+    r"the magic number 20240520 \(uint16\) or 20240801 \(uint32\) but is 20240521": shard_bytes(
+        magic=20240521
+    ),
     "should be version 7 .* but its header says version 1": shard_bytes(magic=20240801),
     "should be version 1 .* but its header says version 7": shard_bytes(version=7),
     "should hold at least one token but its header counts 0": shard_bytes([]),
     "should hold at least one token but its header counts -5": shard_bytes(count=-5),
-    "is too short: its header counts 4 uint16 tokens, .* 1032 bytes, but the file has 1030": shard_bytes(count=4),
+    "is too short: its header counts 4 uint16 tokens, .* 1032 bytes, but the file has 1030": (
+        shard_bytes(count=4)
+    ),
     "is too short: .* but the file has 1029": shard_bytes()[:-1],
-    "has trailing bytes: its header counts 2 uint16 tokens, which take 1028 bytes, but": shard_bytes(count=2),
+    "has trailing bytes: its header counts 2 uint16 tokens, which take 1028 bytes, but": (
+        shard_bytes(count=2)
+    ),
 }
 
 
@@ -74,7 +85,9 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(tmp_path), "iterdir", denied)
-    with pytest.raises(ShardError, match=f"data folder {tmp_path} cannot be read .Permission denied"):
+    with pytest.raises(
+        ShardError, match=f"data folder {tmp_path} cannot be read .Permission denied"
+    ):
         find_split(tmp_path, "train")
 
 
@@ -107,7 +120,9 @@ def test_errors_are_messages_that_pickle():
     for kind in (each for each in vars(errors).values() if isinstance(each, type)):
         error = kind("one message")
         copy = pickle.loads(pickle.dumps(error))
-        assert str(copy) == "one message" and type(copy) is type(error) and isinstance(error, BadInput)
+        assert (
+            str(copy) == "one message" and type(copy) is type(error) and isinstance(error, BadInput)
+        )
     assert issubclass(ShardTruncatedError, ShardError) and issubclass(ShardFormatError, ValueError)
 
 
@@ -158,7 +173,9 @@ def test_files_of_llm_c_are_a_data_folder(tmp_path):
         (tmp_path / f"{name}.bin").write_bytes(shard_bytes(range(count)))
     assert [find_split(tmp_path, split).num_tokens for split in ("train", "val")] == [5, 3]
     (tmp_path / "hellaswag_val.bin").write_bytes(shard_bytes(magic=20240522))
-    with pytest.raises(ShardFormatError, match=r"hellaswag_val.bin is not a token shard: .* but is 20240522"):
+    with pytest.raises(
+        ShardFormatError, match=r"hellaswag_val.bin is not a token shard: .* but is 20240522"
+    ):
         find_split(tmp_path, "val")
 
 
@@ -166,7 +183,8 @@ def test_files_without_a_header_are_named(tmp_path):
     convert = f"convert them with `jspeed prepare tokens {tmp_path} --out DIR`"
     np.save(tmp_path / "edufineweb_train_000001.npy", np.arange(9, dtype="<u2"))
     with pytest.raises(
-        BadInput, match=f"no .bin shard in it; build-nanogpt's .npy files of tokens are none; {convert}"
+        BadInput,
+        match=f"no .bin shard in it; build-nanogpt's .npy files of tokens are none; {convert}",
     ):
         find_split(tmp_path, "train")
     for name in ("train.bin", "val.bin"):
@@ -185,7 +203,8 @@ GOES_BAD = """
     path, action = Path(sys.argv[1]), sys.argv[2]
     shards, (align, cut) = open_shards(path), ("bos", 500) if sys.argv[3] else (None, None)
     loader = TokenLoader(
-        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1,
+        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, \
+prefetch=1,
         backend=sys.argv[4],
     )
     next(loader)
@@ -234,7 +253,9 @@ def test_shards_may_outlive_their_files_until_they_are_mapped(tmp_path):
     path.write_bytes(shard_bytes(range(100)))
     shards = open_shards(path)
     path.write_bytes(shard_bytes(range(90)))
-    with pytest.raises(ShardTruncatedError, match="had 1224 bytes when it was opened and has 1204 now"):
+    with pytest.raises(
+        ShardTruncatedError, match="had 1224 bytes when it was opened and has 1204 now"
+    ):
         next(TokenLoader(shards, lanes=1, lane_len=5, align=None))
 
 
@@ -247,6 +268,8 @@ def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path, second):
     path = tmp_path / f"x_{2 if second else 1}.bin"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ShardError, match=f"shard {path} cannot be read at byte 0 .not a regular file."):
+    with pytest.raises(
+        ShardError, match=f"shard {path} cannot be read at byte 0 .not a regular file."
+    ):
         for _ in range(6):
             next(loader)

@@ -1,4 +1,5 @@
-"""``python -m jspeed.data`` (data/__main__.py) describes a folder, and its ``--verify`` finds every changed byte."""
+"""``python -m jspeed.data`` (data/__main__.py) describes a folder, and its ``--verify`` finds every
+changed byte."""
 
 import json
 import os
@@ -27,7 +28,9 @@ def folder(tmp_path):
     (tmp_path / "texts").mkdir()
     for index in range(40):
         (tmp_path / "texts" / f"{index:02}.txt").write_text(f"Once upon a time {index}\n" * 20)
-    return prepare_text([tmp_path / "texts"], tmp_path / "out", Tokenising("bytes", shard_tokens=5000))
+    return prepare_text(
+        [tmp_path / "texts"], tmp_path / "out", Tokenising("bytes", shard_tokens=5000)
+    )
 
 
 def test_it_describes_and_verifies(folder):
@@ -40,7 +43,9 @@ def test_it_describes_and_verifies(folder):
     assert "Once upon a time" in out and "tokenizer: bytes" in out and "verified: all " in out
     seen = []
     total = verify(folder, lambda done, total: seen.append((done, total)))
-    assert sum(done for done, _ in seen) == total == sum(file["bytes"] for file in manifest["files"])
+    assert (
+        sum(done for done, _ in seen) == total == sum(file["bytes"] for file in manifest["files"])
+    )
 
 
 def test_a_changed_byte_a_lost_shard_and_a_short_one_are_found(folder):
@@ -51,11 +56,15 @@ def test_a_changed_byte_a_lost_shard_and_a_short_one_are_found(folder):
     assert code == 2 and "train" in out
     assert err.startswith(f"error: shard {path} should have SHA-256 ") and err.count("\n") == 1
     path.write_bytes(whole[:-2])
-    with pytest.raises(ShardFormatError, match=f"should have {len(whole)} bytes but has {len(whole) - 2}; copy it"):
+    with pytest.raises(
+        ShardFormatError, match=f"should have {len(whole)} bytes but has {len(whole) - 2}; copy it"
+    ):
         verify(folder)
     os.unlink(path)
     sorted(folder.glob("*_train_*.bin"))[0].write_bytes(b"")
-    with pytest.raises(ShardFormatError, match=r"should have .* but has 0 \(and 1 more shards are wrong\); copy it"):
+    with pytest.raises(
+        ShardFormatError, match=r"should have .* but has 0 \(and 1 more shards are wrong\); copy it"
+    ):
         verify(folder)
 
 
@@ -74,6 +83,9 @@ def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_pa
     assert code == 2 and "no manifest.json with the hashes to verify against" in err
     assert "documents   3" in out and "not known without manifest.json" in out
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(BadInput, match=r"manifest.json: expected an object with the fields of a manifest, found \[\]"):
+    with pytest.raises(
+        BadInput,
+        match=r"manifest.json: expected an object with the fields of a manifest, found \[\]",
+    ):
         verify(tmp_path)
     assert command(tmp_path / "none")[0] == 2

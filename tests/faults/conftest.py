@@ -1,4 +1,5 @@
-"""Fault injection on real multi-process runs. They take minutes: only `make test-faults` runs them."""
+"""Fault injection on real multi-process runs. They take minutes: only `make test-faults` runs
+them."""
 
 import json
 import os
@@ -24,7 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "JSPEED_TEST_FAULTS" not in os.environ:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="faults take minutes; make test-faults runs them"))
+                item.add_marker(
+                    pytest.mark.skip(reason="faults take minutes; make test-faults runs them")
+                )
 
 
 @dataclass
@@ -43,8 +46,19 @@ class Run:
         """Start launch.py with the flags ``launch`` and speedrun.py with ``words``."""
         scripts = REPOSITORY / "scripts"
         command = [sys.executable, scripts / "launch.py", "--nproc-per-node", 2, *launch.split()]
-        command += [scripts / "speedrun.py", "--data", "shards", "--run-dir", self.name, *words, *FIELDS]
-        with open(self.folder / f"{self.name}.out", "a") as out, open(self.folder / f"{self.name}.err", "a") as err:
+        command += [
+            scripts / "speedrun.py",
+            "--data",
+            "shards",
+            "--run-dir",
+            self.name,
+            *words,
+            *FIELDS,
+        ]
+        with (
+            open(self.folder / f"{self.name}.out", "a") as out,
+            open(self.folder / f"{self.name}.err", "a") as err,
+        ):
             self.process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=self.folder,
@@ -65,7 +79,9 @@ class Run:
     def wait_for(self, happened: Callable[[], object], seconds: float = 120) -> None:
         before = time.monotonic()
         while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said()}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode}: {self.said()}"
+            )
             assert time.monotonic() - before < seconds, self.said()
             time.sleep(0.002)
 
@@ -78,7 +94,9 @@ class Run:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and f"RANK={rank}" in (entry / "environ").read_text().split("\0"):
+                if parent == self.process.pid and f"RANK={rank}" in (
+                    entry / "environ"
+                ).read_text().split("\0"):
                     return int(entry.name)
             except OSError:
                 continue
@@ -113,7 +131,8 @@ class Run:
         return sorted(path.name for path in (self.path / "checkpoints").glob("*"))
 
     def is_as(self, other: "Run") -> bool:
-        """Whether every training and validation loss is that of ``other``, bit for bit, and run.json's too."""
+        """Whether every training and validation loss is that of ``other``, bit for bit, and
+        run.json's too."""
         kinds = ("train_loss", "val_loss")
         same = all(metrics(self.path, kind) == metrics(other.path, kind) for kind in kinds)
         return same and self.record()["val_loss"] == other.record()["val_loss"]
@@ -125,10 +144,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults")
     (whole,) = shards(path / "shards").glob("*_train_*")
     tokens = np.fromfile(whole, "<u2", offset=1024)
-    for number, part in enumerate(np.array_split(tokens, 8), 1):  # so that a run opens some of them late
+    # so that a run opens some of them late
+    for number, part in enumerate(np.array_split(tokens, 8), 1):
         header = np.fromfile(whole, "<i4", count=256)
         header[2] = len(part)
-        whole.with_name(f"toy_train_{number:06d}.bin").write_bytes(header.tobytes() + part.tobytes())
+        whole.with_name(f"toy_train_{number:06d}.bin").write_bytes(
+            header.tobytes() + part.tobytes()
+        )
     return path
 
 

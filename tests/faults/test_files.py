@@ -1,4 +1,5 @@
-"""Missing, damaged or unwritable files: a clear error message, no partial output, and the run can be resumed."""
+"""Missing, damaged or unwritable files: a clear error message, no partial output, and the run can
+be resumed."""
 
 import os
 import shutil
@@ -15,16 +16,22 @@ from .conftest import Run
 @pytest.fixture(scope="session")
 def saved(undisturbed: Run, folder) -> Run:
     """A run that was stopped after step 120, with checkpoints of 100 and 120."""
-    run = Run(folder, "saved").start("--checkpoint-every", 20, "--steps", 120, JSPEED_CACHE=folder / "cache")
+    run = Run(folder, "saved").start(
+        "--checkpoint-every", 20, "--steps", 120, JSPEED_CACHE=folder / "cache"
+    )
     assert run.ended(120) == 0 and run.checkpoints() == ["100", "120"]
     return run
 
 
 def largest(folder):
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
-def test_a_truncated_checkpoint_is_passed_over_and_orbax_notes_are_not_needed(run, saved, undisturbed):
+def test_a_truncated_checkpoint_is_passed_over_and_orbax_notes_are_not_needed(
+    run, saved, undisturbed
+):
     shutil.copytree(saved.path, run.path)
     checkpoints = run.path / "checkpoints"
     path = largest(checkpoints / "120")
@@ -83,11 +90,16 @@ def fill(filler):
 @pytest.mark.parametrize("saving", [True, False], ids=["in a save", "between saves"])
 def test_a_disk_that_fills_up(run, small_disk, undisturbed, saving):
     run.resumable().until(50 if saving else 70)
-    if saving:  # the process that cannot write gives up, and the other does not wait for it at Orbax's barrier
+    # the process that cannot write gives up, and the other does not wait for it at Orbax's barrier
+    if saving:
         run.wait_for(lambda: list((run.path / "checkpoints").glob(f"60{UNFINISHED}*")))
     fill(small_disk)
     assert run.ended(60) == 2
-    assert len(run.errors()) == 1 and "No space left on device" in run.errors()[0] and len(run.said().splitlines()) == 1
+    assert (
+        len(run.errors()) == 1
+        and "No space left on device" in run.errors()[0]
+        and len(run.said().splitlines()) == 1
+    )
     assert not list((run.path / "checkpoints").glob("*tmp*"))
     small_disk.unlink()
     assert metrics(run.path)
@@ -100,7 +112,11 @@ def test_a_disk_that_fills_up(run, small_disk, undisturbed, saving):
 def test_a_disk_that_is_full_from_the_start(run, small_disk):
     fill(small_disk)
     assert run.start("--checkpoint-every", 20).ended(60) == 2
-    assert len(run.errors()) == 1 and "No space left on device" in run.errors()[0] and len(run.said().splitlines()) == 1
+    assert (
+        len(run.errors()) == 1
+        and "No space left on device" in run.errors()[0]
+        and len(run.said().splitlines()) == 1
+    )
     assert [path.name for path in run.path.iterdir()] == ["filler"]
 
 
@@ -112,7 +128,11 @@ def test_data_that_is_lost(run, undisturbed, folder):
         (error,) = run.said().splitlines()
         assert error.startswith("error: ") and "toy_train_" in error and "No such file" in error
         again = Run(folder, f"{run.name}-again").start()
-        assert again.ended(60) == 2 and len(again.said().splitlines()) == 1 and "shards" in again.said()
+        assert (
+            again.ended(60) == 2
+            and len(again.said().splitlines()) == 1
+            and "shards" in again.said()
+        )
         assert not again.path.exists()
     finally:
         (folder / "elsewhere").rename(folder / "shards")

@@ -1,10 +1,12 @@
-"""Regression test: XLA:CPU aborts when too many steps are queued (eight virtual devices on two cores)."""
+"""Regression test: XLA:CPU aborts when too many steps are queued (eight virtual devices on two
+cores)."""
 
 from ..multi_process import SAME_BITS, ended, environment, metrics, start, toy
 
 
 def test_300_steps_on_8_virtual_devices_twice(tmp_path, folder):
-    """Without NPROC=16, which would hide it: 64 steps in flight ended 3 runs of 3 with exit code 134."""
+    """Without NPROC=16, which would hide it: 64 steps in flight ended 3 runs of 3 with exit code
+    134."""
     fields = toy("STEPS=300", "EVAL_EVERY=300")
     variables = {
         name: value

@@ -26,33 +26,60 @@ def variables(folder):
 def call(cwd: Path, variables: dict[str, str], *words: object, script="speedrun.py", **options):
     command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, words)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.run(command, cwd=cwd, env=variables, text=True, timeout=200, errors="replace", **streams)
+    return subprocess.run(
+        command, cwd=cwd, env=variables, text=True, timeout=200, errors="replace", **streams
+    )
 
 
 def run(tmp_path: Path, variables: dict[str, str], folder: Path, *words: object, **options):
-    return call(tmp_path, variables, "--data", folder / "shards", "--run-dir", "run", *words, *FIELDS, **options)
+    return call(
+        tmp_path,
+        variables,
+        "--data",
+        folder / "shards",
+        "--run-dir",
+        "run",
+        *words,
+        *FIELDS,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "both"])
 def test_a_reader_that_takes_one_line_and_goes(tmp_path, variables, folder, both):
     """``speedrun.py | head -1``, or ``2>&1 |`` of that: the training goes on to its record."""
-    command = [sys.executable, REPOSITORY / "scripts" / "speedrun.py", "--data", folder / "shards", "--run-dir", "run"]
+    command = [
+        sys.executable,
+        REPOSITORY / "scripts" / "speedrun.py",
+        "--data",
+        folder / "shards",
+        "--run-dir",
+        "run",
+    ]
     errors = subprocess.STDOUT if both else subprocess.PIPE
     words = [*map(str, command), *FIELDS, "--target-loss", "9"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=pipe, stderr=errors, text=True) as process:
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=variables, stdout=pipe, stderr=errors, text=True
+    ) as process:
         assert process.stdout and process.stdout.readline().startswith("recipe")
         process.stdout.close()
         said = process.stderr.read() if process.stderr else ""
         assert process.wait(120) == 0 and said == ""
     found = read_run(tmp_path / "run")
-    assert found["status"] == "finished" and found["reached"] and (tmp_path / "run" / "loss.svg").exists()
+    assert (
+        found["status"] == "finished"
+        and found["reached"]
+        and (tmp_path / "run" / "loss.svg").exists()
+    )
 
 
 def test_standard_output_on_a_full_disk(tmp_path, variables, folder):
     with open("/dev/full", "w") as full:
         done = run(tmp_path, variables, folder, "--target-loss", "9", stdout=full)
-    assert done.returncode == 2 and done.stderr.startswith("error: standard output could not be written (No space")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: standard output could not be written (No space"
+    )
     assert done.stderr.count("\n") == 1 and read_run(tmp_path / "run")["reached"]
 
 
@@ -62,18 +89,25 @@ def test_a_text_that_the_terminal_cannot_show_and_a_reader_that_goes(tmp_path, v
     (tmp_path / "run" / "config.json").write_text(
         (tmp_path / "run" / "config.json")
         .read_text()
-        .replace('"tokenizer": null', '"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}')
+        .replace(
+            '"tokenizer": null',
+            '"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}',
+        )
     )
     words = ["run", "--prompt", "Ü\x1b", "--tokens", 40]
     done = call(tmp_path, variables | ASCII, *words, script="sample.py")
     assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith(r"\xdc\x1b"), done
-    with start(tmp_path, variables, "run", "--tokens", 1_000_000, "--prompt", "the ", script="sample.py") as process:
+    with start(
+        tmp_path, variables, "run", "--tokens", 1_000_000, "--prompt", "the ", script="sample.py"
+    ) as process:
         process.stdout.read(5)
         process.stdout.close()
         assert process.wait(60) == 0 and process.stderr.read() == ""
     with open("/dev/full", "w") as full:
         done = call(tmp_path, variables, *words, script="sample.py", stdout=full)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    ), done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -85,7 +119,9 @@ def test_help_that_nobody_reads_or_that_does_not_fit(tmp_path, variables, script
     assert (done.returncode, done.stderr) == (0, "")
     with open("/dev/full", "w") as full:
         done = call(tmp_path, variables, "--help", script=script, stdout=full)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.fixture
@@ -102,7 +138,9 @@ def small(tmp_path):
 def test_a_disk_without_room_for_the_model(tmp_path, variables, folder, small):
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--sample")
     assert done.returncode == 2, (done.stdout, done.stderr)
-    assert done.stderr.startswith("error: the run ended, but run/model.safetensors cannot be written")
+    assert done.stderr.startswith(
+        "error: the run ended, but run/model.safetensors cannot be written"
+    )
     assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
     assert read_run(small)["reached"] and (small / "loss.svg").exists()
     assert not any(path.name.startswith(".") for path in small.iterdir())
@@ -127,13 +165,25 @@ def test_a_disk_without_room_for_a_trace(tmp_path, variables, folder, small):
 
 @pytest.mark.parametrize("script", ["speedrun.py", "sample.py", "plan.py"])
 def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder, script):
-    """From the first import of the command line's own: before that it is Python's start that is interrupted."""
-    given = {"speedrun.py": ["--data", folder / "shards", "--run-dir", "run", *FIELDS], "sample.py": ["nowhere"]}
+    """From the first import of the command line's own: before that it is Python's start that is
+    interrupted."""
+    given = {
+        "speedrun.py": ["--data", folder / "shards", "--run-dir", "run", *FIELDS],
+        "sample.py": ["nowhere"],
+    }
     path = REPOSITORY / "scripts" / script
-    command = [sys.executable, "-X", "importtime", path, *given.get(script, ["stdlib", "--target", "h100x8"])]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        path,
+        *given.get(script, ["stdlib", "--target", "h100x8"]),
+    ]
     for delay in (0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.5, 2, 3):
         words, pipe = list(map(str, command)), subprocess.PIPE
-        with subprocess.Popen(words, cwd=tmp_path, env=variables, stderr=pipe, stdout=pipe) as process:
+        with subprocess.Popen(
+            words, cwd=tmp_path, env=variables, stderr=pipe, stdout=pipe
+        ) as process:
             assert process.stderr
             while b"jspeed.commands.main" not in process.stderr.readline():
                 pass
@@ -142,7 +192,9 @@ def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder,
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=60)
         own = [line for line in said.decode().splitlines() if not line.startswith("import time:")]
-        assert process.returncode in (130, -signal.SIGINT) or (script != "speedrun.py" and process.returncode == 2), (
+        assert process.returncode in (130, -signal.SIGINT) or (
+            script != "speedrun.py" and process.returncode == 2
+        ), (
             delay,
             said[-500:],
         )

@@ -1,4 +1,5 @@
-"""`prepare.py text` in several processes, interrupted or killed at any moment: all of them end at once."""
+"""`prepare.py text` in several processes, interrupted or killed at any moment: all of them end at
+once."""
 
 import os
 import signal
@@ -21,7 +22,10 @@ def marked(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (entry / "environ").read_text() and (entry / "stat").read_text().split(") ")[1][0] != "Z":
+            if (
+                mark in (entry / "environ").read_text()
+                and (entry / "stat").read_text().split(") ")[1][0] != "Z"
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -41,7 +45,9 @@ def all_gone(mark: str) -> bool:
 def text(tmp_path_factory) -> Path:
     """50 MB, in documents of 2 kB."""
     path = tmp_path_factory.mktemp("text") / "a.txt"
-    lines = "".join(f"document {i}: the quick brown fox jumps over {i % 97} lazy dogs\n" for i in range(30))
+    lines = "".join(
+        f"document {i}: the quick brown fox jumps over {i % 97} lazy dogs\n" for i in range(30)
+    )
     path.write_text("<|endoftext|>".join(f"{i}\n{lines}" for i in range(25_000)))
     return path
 
@@ -50,9 +56,24 @@ def text(tmp_path_factory) -> Path:
 def preparation(text, tmp_path):
     mark = f"mark-{uuid.uuid4().hex}"
     out = tmp_path / "out"
-    words = [sys.executable, SCRIPT, "text", text, "--out", out, "--tokenizer", "bytes", "--processes", 4]
+    words = [
+        sys.executable,
+        SCRIPT,
+        "text",
+        text,
+        "--out",
+        out,
+        "--tokenizer",
+        "bytes",
+        "--processes",
+        4,
+    ]
     process = subprocess.Popen(
-        list(map(str, words)), env=environment(MARK=mark), stderr=subprocess.PIPE, text=True, start_new_session=True
+        list(map(str, words)),
+        env=environment(MARK=mark),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         while not list(tmp_path.glob(".out.*.work")):
@@ -65,7 +86,9 @@ def preparation(text, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("milliseconds", [0, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400, 500, 650, 800, 1000])
+@pytest.mark.parametrize(
+    "milliseconds", [0, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400, 500, 650, 800, 1000]
+)
 def test_ctrl_c(preparation, milliseconds):
     """As a terminal sends it: to all processes of the group."""
     process, mark = preparation
@@ -88,7 +111,11 @@ def test_ctrl_c_twice(preparation, milliseconds):
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in said and "Exception" not in said
+    assert (
+        process.returncode in (130, -signal.SIGINT)
+        and "Traceback" not in said
+        and "Exception" not in said
+    )
     assert all_gone(mark)
 
 

@@ -1,4 +1,5 @@
-"""Kill or stop a process: the others exit soon with the cause, and a restart gives an undisturbed run's result."""
+"""Kill or stop a process: the others exit soon with the cause, and a restart gives an undisturbed
+run's result."""
 
 import signal
 
@@ -6,7 +7,9 @@ from jspeed.cluster.rendezvous import free_port
 
 from .conftest import Run
 
-SETTLES = 25  # seconds from a fault to the launcher's end: gloo or the service, then launch.py's 5 s and its grace
+# seconds from a fault to the launcher's end: gloo or the service, then launch.py's 5 s and its
+# grace
+SETTLES = 25
 
 ENDED = "error: process {} exited without an error message; see its output or its launcher's"
 
@@ -20,21 +23,35 @@ def test_a_worker_and_then_process_0_are_killed(run, undisturbed):
     run.wait_for(lambda: "launch: restart 2 of 2" in run.said(), SETTLES)
     assert run.ended(120) in (0, 1), run.said()
     assert run.is_as(undisturbed)
-    assert all(step in steps for step, steps in zip(run.record()["resumed"], (first, second), strict=True))
+    assert all(
+        step in steps for step, steps in zip(run.record()["resumed"], (first, second), strict=True)
+    )
     killed = "launch: rank {} was killed by SIGKILL"
     said = run.said().splitlines()
-    assert sorted(said[:2]) == [ENDED.format(1), killed.format(1)] and said[2] == "launch: restart 1 of 2"
-    assert sorted(said[3:5]) == [ENDED.format(0), killed.format(0)] and said[5:] == ["launch: restart 2 of 2"]
+    assert (
+        sorted(said[:2]) == [ENDED.format(1), killed.format(1)]
+        and said[2] == "launch: restart 1 of 2"
+    )
+    assert sorted(said[3:5]) == [ENDED.format(0), killed.format(0)] and said[5:] == [
+        "launch: restart 2 of 2"
+    ]
 
 
-def test_a_worker_and_then_process_0_are_stopped_and_count_as_dead_after_their_silence(run, undisturbed):
+def test_a_worker_and_then_process_0_are_stopped_and_count_as_dead_after_their_silence(
+    run, undisturbed
+):
     run.resumable(launch="--standalone --max-restarts 2", JSPEED_HEARTBEAT_SECONDS=6)
     allowed = []
     for rank, step, restart in [(1, 50, 1), (0, 110, 2)]:
         run.until(step)
         allowed.append(run.kill(rank, signal.SIGSTOP))
-        run.wait_for(lambda restart=restart: f"launch: restart {restart} of 2" in run.said(), 6 + SETTLES)
-        error = f"error: no heartbeat from process {rank} for 6 s: it was stopped, hangs, or is unreachable"
+        run.wait_for(
+            lambda restart=restart: f"launch: restart {restart} of 2" in run.said(), 6 + SETTLES
+        )
+        error = (
+            f"error: no heartbeat from process {rank} for 6 s: it was stopped, hangs, or is"
+            " unreachable"
+        )
         assert run.errors()[restart - 1 :] == [error]
     assert run.ended(120) in (0, 1), run.said()
     assert run.is_as(undisturbed)
@@ -63,7 +80,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_nothing_that_looks_whole(run, und
 
 
 def test_the_same_run_started_twice(run, undisturbed, folder):
-    """The second one, at the same port and in the same folder, ends with an error message; the first runs on."""
+    """The second one, at the same port and in the same folder, ends with an error message; the
+    first runs on."""
     launch = f"--master-port {free_port()}"
     run.resumable(launch=launch).until(60)
     twin = Run(folder, f"{run.name}-twin")

@@ -11,14 +11,19 @@ from jspeed.model.heads import composed
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 LANES, T, HEADS, K = 2, 4000, 6, 128  # T is no multiple of a block
 
 
 def test_output_and_gradients():
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = [(LANES, T, HEADS, K)] * 3 + [(LANES, T, HEADS)] * 2
-    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    arrays = [
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=False)
+    ]
     g = jax.random.normal(keys[5], shapes[0], jnp.bfloat16)
     documents = find_documents(jnp.broadcast_to(jnp.minimum(jnp.arange(T) % 90, 1), (LANES, T)), 0)
     found, expected = [], []

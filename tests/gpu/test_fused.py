@@ -8,7 +8,9 @@ import pytest
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels import fp8_cast, fused_mlp
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 N, F, D = 4096, 3072, 768
 
 
@@ -22,7 +24,11 @@ def same(found, expected, rtol):
 
 
 def test_the_squared_relu_matmul():
-    arrays = drawn(0, N, D).astype(E4M3), drawn(1, F, D).astype(E4M3), jnp.array([0.05, 0.01], jnp.float32)
+    arrays = (
+        drawn(0, N, D).astype(E4M3),
+        drawn(1, F, D).astype(E4M3),
+        jnp.array([0.05, 0.01], jnp.float32),
+    )
     # One rounding to e4m3 may fall to either side where the sums differ in their last bits.
     for found, expected, rtol in zip(
         fused_mlp.squared_relu_matmul(*arrays),
@@ -35,14 +41,28 @@ def test_the_squared_relu_matmul():
 
 def test_the_gradient():
     arrays = drawn(0, N, D), drawn(1, D, F), jnp.square(drawn(2, N, F))
-    same(fused_mlp.squared_relu_gradient(*arrays), fused_mlp.squared_relu_gradient_reference(*arrays), 0.02)
+    same(
+        fused_mlp.squared_relu_gradient(*arrays),
+        fused_mlp.squared_relu_gradient_reference(*arrays),
+        0.02,
+    )
 
 
 def test_the_fp8_kernels():
-    """Their transposed results too; and the wgmma of two FP8 types, which no interpreter has run."""
-    forward = drawn(0, N, D).astype(E4M3), drawn(1, F, D).astype(E4M3), jnp.array([0.05, 0.01], jnp.float32)
+    """Their transposed results too; and the wgmma of two FP8 types, which no interpreter has
+    run."""
+    forward = (
+        drawn(0, N, D).astype(E4M3),
+        drawn(1, F, D).astype(E4M3),
+        jnp.array([0.05, 0.01], jnp.float32),
+    )
     h = fused_mlp.squared_relu_matmul_fp8_reference(*forward)[0]
-    backward = drawn(2, N, D).astype(E5M2), drawn(3, F, D).astype(E4M3), h, jnp.array([0.05, 0.01, 1e-3], jnp.float32)
+    backward = (
+        drawn(2, N, D).astype(E5M2),
+        drawn(3, F, D).astype(E4M3),
+        h,
+        jnp.array([0.05, 0.01, 1e-3], jnp.float32),
+    )
     for name, arrays, rtol in (("matmul", forward, 0.13), ("gradient", backward, 0.26)):
         found = getattr(fused_mlp, f"squared_relu_{name}_fp8")(*arrays)
         expected = getattr(fused_mlp, f"squared_relu_{name}_fp8_reference")(*arrays)
@@ -53,5 +73,9 @@ def test_the_fp8_kernels():
 
 def test_the_fp8_copies():
     x, scale = drawn(0, N, D), jnp.float32(0.01)
-    for found, expected in zip(fp8_cast.cast(x, scale, E5M2), fp8_cast.cast_reference(x, scale, E5M2), strict=True):
-        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    for found, expected in zip(
+        fp8_cast.cast(x, scale, E5M2), fp8_cast.cast_reference(x, scale, E5M2), strict=True
+    ):
+        np.testing.assert_array_equal(
+            np.asarray(found, np.float32), np.asarray(expected, np.float32)
+        )

@@ -8,7 +8,9 @@ from jspeed.model.heads import without_own_value
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 LANES, T, HEADS = 2, 1001, 3  # no multiple of the rows of a program
 
 
@@ -17,11 +19,16 @@ LANES, T, HEADS = 2, 1001, 3  # no multiple of the rows of a program
 def test_a_pass_and_its_gradients(width, gated):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(LANES, T, HEADS, width)] * 3 + [(LANES, T, HEADS)] * (1 + gated)
-    g, y, v, *numbers = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False))
+    g, y, v, *numbers = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=False)
+    )
     found, expected = [], []
     for results, dtype, own in (found, jnp.bfloat16, True), (expected, jnp.float32, False):
         given = [x.astype(dtype) for x in (y + v, v.at[:, 3].set(0), *numbers)]
-        out, back = jax.vjp(lambda *args, own=own: without_own_value(*args, own_kernels=own), *given)
+        out, back = jax.vjp(
+            lambda *args, own=own: without_own_value(*args, own_kernels=own), *given
+        )
         results += [out, *back(g.astype(dtype))]
     for one, other in zip(found, expected, strict=True):
         assert dense.distance(one, other) < 0.003

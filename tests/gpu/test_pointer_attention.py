@@ -9,7 +9,9 @@ from jspeed.model.attention import find_documents
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 LANES, T, K = 2, 4000, 128  # T is no multiple of a block
 
 
@@ -17,7 +19,10 @@ LANES, T, K = 2, 4000, 128  # T is no multiple of a block
 def test_shares_and_gradients(window):
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = (LANES, T, K), (LANES, T, K), (K,)
-    q, k, none = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False))
+    q, k, none = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=False)
+    )
     gradients = tuple(jax.random.normal(key, (LANES, T)) for key in keys[3:5])
     tokens = jax.random.randint(keys[5], (LANES, T + 1), 1, 50).at[:, ::900].set(0)
     found, expected = [], []
@@ -25,7 +30,9 @@ def test_shares_and_gradients(window):
 
         def run(q, k, none, own=own):
             documents = find_documents(tokens[:, :-1], 0)
-            copies = pointer.copies(0, q, k, none, tokens[:, :-1], tokens[:, 1:], documents, window, own_kernels=own)
+            copies = pointer.copies(
+                0, q, k, none, tokens[:, :-1], tokens[:, 1:], documents, window, own_kernels=own
+            )
             return copies.target_BT, copies.none_BT
 
         out, back = jax.vjp(run, *(x.astype(dtype) for x in (q / 8, k, none)))

@@ -11,7 +11,9 @@ from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import HOPPER, NATIVE_FP8, backends, capability_of
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1"
+)
 
 
 @pytest.mark.parametrize("width", [64, 128])

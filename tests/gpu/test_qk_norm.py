@@ -11,7 +11,9 @@ from jspeed.model.positions import frequencies, queries_and_keys
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 LANES, T, HEADS, K = 2, 4000, 6, 128  # T is no multiple of the tokens of a program
 
 
@@ -25,7 +27,10 @@ def test_a_pass_and_its_gradient(look_back):
     rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(LANES), None, HEADS, look_back
     plain = (LANES, T, HEADS, K), angles, positions, False, None, look_back
     found, expected = [], []
-    for results, call, arguments in (found, norm_and_rotate, rest), (expected, queries_and_keys, plain):
+    for results, call, arguments in (
+        (found, norm_and_rotate, rest),
+        (expected, queries_and_keys, plain),
+    ):
         out, back = jax.vjp(lambda y, call=call, arguments=arguments: call(y, *arguments), y)
         results += [*out, *back(grads)]
     for one, other in zip(found, expected, strict=True):

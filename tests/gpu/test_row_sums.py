@@ -11,7 +11,9 @@ from jspeed.parallel.sharded_table import fetch
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
+)
 TOKENS, ROWS, WIDTH = 40_000, 30_000, 768
 
 
@@ -21,11 +23,17 @@ def test_gradients_of_a_look_up():
     grad = jax.random.normal(keys[1], (1, TOKENS, WIDTH), jnp.bfloat16)
     table = jax.random.normal(keys[2], (ROWS, WIDTH), jnp.bfloat16)
     found, expected = (
-        jax.jit(lambda table, own=own: jax.vjp(lambda table: fetch(table, ids, None, own), table)[1](grad)[0])(table)
+        jax.jit(
+            lambda table, own=own: jax.vjp(lambda table: fetch(table, ids, None, own), table)[1](
+                grad
+            )[0]
+        )(table)
         for own in (True, False)
     )
     assert dense.distance(found, expected) < 0.001
-    np.testing.assert_allclose(*(np.asarray(each[7], np.float32) for each in (found, expected)), rtol=2**-7, atol=0.1)
+    np.testing.assert_allclose(
+        *(np.asarray(each[7], np.float32) for each in (found, expected)), rtol=2**-7, atol=0.1
+    )
 
 
 def test_an_update_of_rows():
@@ -36,8 +44,12 @@ def test_an_update_of_rows():
     table = jax.random.normal(keys[2], (ROWS, WIDTH), jnp.bfloat16)
     adam = row_adam(lambda n: 0.1, lambda n: 0.9, eps=1e-10, weight_decay=lambda n: 0.5)
     (changed, state), (expected, other) = (
-        jax.jit(adam.update, static_argnums=3)(found, table, adam.init(table), own) for own in (True, False)
+        jax.jit(adam.update, static_argnums=3)(found, table, adam.init(table), own)
+        for own in (True, False)
     )
-    assert dense.distance(changed, expected) < 0.001 and dense.distance(state.square_V, other.square_V) < 1e-5
+    assert (
+        dense.distance(changed, expected) < 0.001
+        and dense.distance(state.square_V, other.square_V) < 1e-5
+    )
     others = ~np.isin(np.arange(ROWS), names)
     np.testing.assert_array_equal(changed[others], table[others])

@@ -1,4 +1,5 @@
-"""Generation: KV cache against whole forward passes, sampling against its definition, stop and length rules."""
+"""Generation: KV cache against whole forward passes, sampling against its definition, stop and
+length rules."""
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +53,13 @@ def toy(name, *sets, facts=BYTES, mesh=None):
 
 
 def whole_forward(model):
-    """Greedy choice after each of a row's tokens, by the recipe's own forward pass over a whole lane."""
+    """Greedy choice after each of a row's tokens, by the recipe's own forward pass over a whole
+    lane."""
     recipe, length = model.recipe, model.recipe.eval_len
     context = eval_context(recipe, device_of(model.mesh, "xla"))
-    run = jax.jit(lambda tokens: jnp.argmax(recipe.forward(model.params, tokens, context)[..., :257], -1))
+    run = jax.jit(
+        lambda tokens: jnp.argmax(recipe.forward(model.params, tokens, context)[..., :257], -1)
+    )
 
     def chosen(text):
         padded = np.zeros((1, length), np.int32)
@@ -69,9 +73,12 @@ SEEN = "stdlib", "track3", "r29", "microgpt-names"
 OTHERS = [name for name in known_recipes() if name not in (*ALIKE, *SEEN)]
 
 
-@pytest.mark.parametrize("name", [*SEEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", [*SEEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_cached_tokens_are_those_of_whole_forward_passes(name):
-    """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a cache."""
+    """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a
+    cache."""
     model = toy(name, facts=BYTES | {"bos_id": 5})
     prompts = [[7, 99, 200, 5, 31], [88]]
     generator = Generator(model, 2, GREEDY)
@@ -102,13 +109,18 @@ def test_a_text_longer_than_the_context_keeps_its_later_half():
 def test_logits_with_a_cache_in_any_pieces(name):
     recipe = find(name, TOYS[name]).recipe
     params, ctx = noisy(recipe), eval_context(recipe, device_of(one_device()))
-    tokens = np.random.default_rng(0).integers(0, 9, (2, 16)).astype(np.int32)  # BOS is 5: many documents
+    # BOS is 5: many documents
+    tokens = np.random.default_rng(0).integers(0, 9, (2, 16)).astype(np.int32)
     expected = jax.jit(lambda t: recipe.forward(params, t, ctx))(tokens)
-    go_on = jax.jit(lambda *arguments: advance(lambda t: recipe.forward(params, t, ctx), *arguments))
+    go_on = jax.jit(
+        lambda *arguments: advance(lambda t: recipe.forward(params, t, ctx), *arguments)
+    )
     for cuts in ([16], [1] * 16, [1, 8, 7]) if name == "fineweb-cpu" else ([4] * 4, [1] * 16):
         cache, start, found = empty(lambda t: recipe.forward(params, t, ctx), 2, 20), 0, []
         for cut in cuts:
-            cache, logits = go_on(cache, np.full(2, start, np.int32), tokens[:, start : start + cut])
+            cache, logits = go_on(
+                cache, np.full(2, start, np.int32), tokens[:, start : start + cut]
+            )
             found.append(logits)
             start += cut
         np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=2e-5)
@@ -127,7 +139,9 @@ def test_previous_tokens_with_and_without_a_cache():
     found = []
     for start, cut in ((0, 1), (1, 2), (3, 1)):
         starts = jnp.full(2, start, jnp.int32)
-        cache, out = advance(lambda t: attention_and(forward, t), cache, starts, tokens[:, start : start + cut])
+        cache, out = advance(
+            lambda t: attention_and(forward, t), cache, starts, tokens[:, start : start + cut]
+        )
         found.append(out)
     np.testing.assert_array_equal(np.concatenate(found, axis=1), expected)
 
@@ -143,7 +157,8 @@ def attention_and(forward, tokens):
 def test_a_recipe_that_mixes_positions_outside_the_primitives_is_refused(tmp_path):
     source = find("stdlib").source.replace(
         "    a_BTD = rms_norm(x_BTD)\n",
-        "    x_BTD += jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]\n    a_BTD = rms_norm(x_BTD)\n",
+        "    x_BTD += jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]\n    a_BTD ="
+        " rms_norm(x_BTD)\n",
     )
     (tmp_path / "mine.py").write_text(source)
     found = find(str(tmp_path / "mine.py"), TOYS["stdlib"])
@@ -160,7 +175,9 @@ def test_a_step_costs_less_than_a_third_of_a_whole_forward_pass():
     step = generator.decode.lower(*arguments).compile().cost_analysis()["flops"]
     context = eval_context(model.recipe, device_of(model.mesh))
     tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
-    whole = jax.jit(lambda t: model.recipe.forward(model.params, t, context)).lower(tokens).compile()
+    whole = (
+        jax.jit(lambda t: model.recipe.forward(model.params, t, context)).lower(tokens).compile()
+    )
     assert 3 * step < whole.cost_analysis()["flops"]
 
 
@@ -175,7 +192,9 @@ def test_draws_follow_the_probabilities_of_the_top_five():
     logits = jnp.asarray([0.3, 2.0, -1.0, 1.5, 0.0, 1.0, 0.5, -3.0])
     count, temperature = 10_000, 0.7
     many = jnp.broadcast_to(logits, (count, 8))
-    drawn = np.asarray(jax.jit(lambda k, x: draw(Sampling(temperature, top_k=5), k, x))(keys(count), many))
+    drawn = np.asarray(
+        jax.jit(lambda k, x: draw(Sampling(temperature, top_k=5), k, x))(keys(count), many)
+    )
     best = np.argsort(-logits)[:5]
     p = np.exp(np.asarray(logits)[best] / temperature)
     p /= p.sum()
@@ -187,9 +206,20 @@ def test_draws_follow_the_probabilities_of_the_top_five():
 def test_top_p_takes_the_fewest_that_reach_it():
     p = np.array([0.1, 0.45, 0.05, 0.25, 0.15])
     many = jnp.broadcast_to(jnp.log(p), (2000, 5))
-    for top_p, expected in ((0.4, {1}), (0.5, {1, 3}), (0.7, {1, 3}), (0.71, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})):
-        assert set(np.asarray(draw(Sampling(1.0, top_p=top_p), keys(2000), many)).tolist()) == expected
-    assert set(np.asarray(draw(Sampling(1.0, top_k=2, top_p=1.0), keys(2000), many)).tolist()) == {1, 3}
+    for top_p, expected in (
+        (0.4, {1}),
+        (0.5, {1, 3}),
+        (0.7, {1, 3}),
+        (0.71, {1, 3, 4}),
+        (1.0, {0, 1, 2, 3, 4}),
+    ):
+        assert (
+            set(np.asarray(draw(Sampling(1.0, top_p=top_p), keys(2000), many)).tolist()) == expected
+        )
+    assert set(np.asarray(draw(Sampling(1.0, top_k=2, top_p=1.0), keys(2000), many)).tolist()) == {
+        1,
+        3,
+    }
 
 
 def test_top_k_of_one_and_temperature_zero_are_the_argmax():
@@ -203,7 +233,8 @@ def test_top_k_of_one_and_temperature_zero_are_the_argmax():
 
 @pytest.mark.slow
 def test_seeds_rows_and_meshes():
-    """The same seed gives the same text, alone, among others, and from parameters spread over devices."""
+    """The same seed gives the same text, alone, among others, and from parameters spread over
+    devices."""
     model = toy("stdlib")
     prompts = ["abc", "x", "hello wor"]
     texts = sample(model, prompts, 8, Sampling(1.0, seed=3))
@@ -213,8 +244,12 @@ def test_seeds_rows_and_meshes():
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
     mesh = make_mesh({"data": 4, "model": 2})
     cuts = partitions(model.recipe.parameters, "zero1", mesh)
-    spread = jax.tree.map(lambda array, cut: put(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts)
-    assert sample(Model(model.found, spread, mesh, BYTES), prompts, 8, Sampling(1.0, seed=3)) == texts
+    spread = jax.tree.map(
+        lambda array, cut: put(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts
+    )
+    assert (
+        sample(Model(model.found, spread, mesh, BYTES), prompts, 8, Sampling(1.0, seed=3)) == texts
+    )
 
 
 class Scripted:
@@ -251,7 +286,8 @@ def test_a_text_ends_before_its_stop(stops):
 def test_a_row_ends_at_the_bos_token():
     found = find("stdlib", TOYS["stdlib"])
     params = noisy(found.recipe)
-    params["head"] = jnp.zeros_like(params["head"])  # every id is equally probable: BOS comes, soon or late
+    # every id is equally probable: BOS comes, soon or late
+    params["head"] = jnp.zeros_like(params["head"])
     model = Model(found, params, one_device(), BYTES | {"vocab_size": 4, "bos_id": 3})
     steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
     ends = [np.flatnonzero(steps[:, row] == STOPPED)[0] for row in range(8)]
@@ -264,7 +300,9 @@ def test_a_row_ends_at_the_ids_that_the_tokenizer_names_instead():
     found = find("stdlib", TOYS["stdlib"])
     params = noisy(found.recipe)
     params["head"] = jnp.zeros_like(params["head"])
-    model = Model(found, params, one_device(), BYTES | {"vocab_size": 5, "bos_id": 4, "end_ids": [1, 3]})
+    model = Model(
+        found, params, one_device(), BYTES | {"vocab_size": 5, "bos_id": 4, "end_ids": [1, 3]}
+    )
     steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
     assert {*steps.flat} == {0, 2, 4, STOPPED}
 
@@ -291,13 +329,17 @@ def test_a_tiny_temperature_is_the_argmax(temperature):
     assert not np.array_equal(draw(Sampling(temperature=5.0), keys, logits), found)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8), Sampling(0.8, top_k=3), Sampling(0.8, top_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(0.8), Sampling(0.8, top_k=3), Sampling(0.8, top_p=0.5)]
+)
 def test_logits_that_are_not_numbers_are_no_text(sampling):
     logits = jnp.zeros((3, 10)).at[1, 4].set(jnp.nan)
     found = draw(sampling, jax.random.split(jax.random.key(0), 3), logits)
     assert found[1] == NOT_A_NUMBER and (found[0], found[2]) >= (0, 0)
     model = toy("stdlib")
-    broken = Model(model.found, jax.tree.map(lambda p: p * jnp.nan, model.params), model.mesh, BYTES)
+    broken = Model(
+        model.found, jax.tree.map(lambda p: p * jnp.nan, model.params), model.mesh, BYTES
+    )
     with pytest.raises(BadInput, match="gives logits that are not numbers after 0 tokens"):
         list(sample(broken, ["a"], 3, sampling))
 

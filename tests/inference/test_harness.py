@@ -1,4 +1,5 @@
-"""The adapter for lm-eval against log-softmax of whole forward passes, and a task against our own HellaSwag."""
+"""The adapter for lm-eval against log-softmax of whole forward passes, and a task against our own
+HellaSwag."""
 
 import json
 import sys
@@ -36,7 +37,9 @@ def model():
 def log_probabilities(model):
     """Of every id but the first, and the argmax there, from one forward pass over one row."""
     ctx = Context(replace(model.recipe.stages[-1], lane_len=17), training=False)
-    forward = jax.jit(lambda row: jax.nn.log_softmax(model.recipe.forward(model.params, row[None], ctx)[0]))
+    forward = jax.jit(
+        lambda row: jax.nn.log_softmax(model.recipe.forward(model.params, row[None], ctx)[0])
+    )
 
     def of(ids):
         row = np.zeros(17, np.int32)
@@ -48,11 +51,18 @@ def log_probabilities(model):
 
 
 def test_scores_are_those_of_whole_forward_passes(model, log_probabilities):
-    """Unlike lengths in one batch, one too long for the model, and an ending that the model would itself give."""
+    """Unlike lengths in one batch, one too long for the model, and an ending that the model would
+    itself give."""
     _, best = log_probabilities([256, *b"abx"])
-    pairs = [([256, *b"ab"], list(b"x")), (list(b"hello"), list(b" you")), ([256, *b"ab"], [int(best[2])])]
+    pairs = [
+        ([256, *b"ab"], list(b"x")),
+        (list(b"hello"), list(b" you")),
+        ([256, *b"ab"], [int(best[2])]),
+    ]
     pairs.append((list(b"0123456789abcdef"), list(b"xyz")))
-    for (given, after), (total, _, likely) in zip(pairs, score.scorer(model, greedy=True)(pairs), strict=True):
+    for (given, after), (total, _, likely) in zip(
+        pairs, score.scorer(model, greedy=True)(pairs), strict=True
+    ):
         ids = (given + after)[-17:]
         expected, best = log_probabilities(ids)
         assert total == pytest.approx(-float(expected[-len(after) :].sum()), abs=1e-4)
@@ -75,20 +85,30 @@ def test_what_lm_eval_asks_for(model, log_probabilities):
 
     assert ours.loglikelihood([asked("ab", " cd"), asked("", "cd")], disable_tqdm=True) == [
         (-found.loss, found.greedy)
-        for found in score.scorer(model, greedy=True)([(list(b"ab"), list(b" cd")), ([256], list(b"cd"))])
+        for found in score.scorer(model, greedy=True)(
+            [(list(b"ab"), list(b" cd")), ([256], list(b"cd"))]
+        )
     ]
     text = "a text that is longer than sixteen bytes"
     ids = [256, *text.encode()]
     first, _ = log_probabilities(ids[:17])
-    assert ours.loglikelihood_rolling([asked(text[:16])]) == [pytest.approx(float(first.sum()), abs=1e-4)]
-    # lm-eval's windows: each of the model's length, the last one with as much before it as there is room for.
+    assert ours.loglikelihood_rolling([asked(text[:16])]) == [
+        pytest.approx(float(first.sum()), abs=1e-4)
+    ]
+    # lm-eval's windows: each of the model's length, the last one with as much before it as there is
+    # room for.
     windows = [first, log_probabilities(ids[16:33])[0], log_probabilities(ids[24:41])[0][-8:]]
     expected = float(sum(window.sum() for window in windows))
-    assert len(ids) == 41 and ours.loglikelihood_rolling([asked(text)])[0] == pytest.approx(expected, abs=1e-3)
+    assert len(ids) == 41 and ours.loglikelihood_rolling([asked(text)])[0] == pytest.approx(
+        expected, abs=1e-3
+    )
     (written,) = sample(model, ["abc"], 6, Sampling(temperature=0))
     answer = written[len("abc") :]
     plain, cut = ours.generate_until(
-        [asked("abc", {"until": [], "max_gen_toks": 6}), asked("abc", {"until": [answer[2]], "max_gen_toks": 6})]
+        [
+            asked("abc", {"until": [], "max_gen_toks": 6}),
+            asked("abc", {"until": [answer[2]], "max_gen_toks": 6}),
+        ]
     )
     assert plain == answer and cut == answer.partition(answer[2])[0]
     # Each as it was asked for, whoever is its neighbour.
@@ -108,8 +128,17 @@ def test_a_task_agrees_with_our_hellaswag(model, tmp_path, monkeypatch):
     items = [{"ctx": words[n], "endings": words[n + 1 : n + 5], "label": n % 4} for n in range(24)]
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    task = {"task": "tiny", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
-    task |= {"test_split": "test", "output_type": "multiple_choice", "doc_to_text": "ctx", "doc_to_choice": "endings"}
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+    }
+    task |= {
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "ctx",
+        "doc_to_choice": "endings",
+    }
     task |= {"doc_to_target": "label", "metric_list": [{"metric": "acc"}]}
     found = harness.run_tasks(model, [task])
     *_, (done, right, _) = score.hellaswag(model, score.read_hellaswag(path))

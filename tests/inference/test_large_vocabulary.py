@@ -1,4 +1,5 @@
-"""More ids than uint16 holds, from text to text: prepared, trained, evaluated, sampled, exported."""
+"""More ids than uint16 holds, from text to text: prepared, trained, evaluated, sampled,
+exported."""
 
 import json
 from dataclasses import replace
@@ -48,9 +49,13 @@ def test_ids_reach_the_devices_whole():
     mesh = make_mesh()
     rows = np.full((8, recipe.eval_len + 1), IDS - 1, np.uint32)
     np.testing.assert_array_equal(evaluate.to_devices(rows, 8, recipe, mesh).rows, rows)
-    traced = program.trace_step(recipe, recipe.stages[0], Placement(mesh, "zero1", device_of(mesh)), 1)
+    traced = program.trace_step(
+        recipe, recipe.stages[0], Placement(mesh, "zero1", device_of(mesh)), 1
+    )
     assert traced.jaxpr.in_avals[-1].dtype == np.uint32
-    padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device_of(mesh)), 64, 8)
+    padded, lowered = program.lower_evaluation(
+        recipe, Placement(mesh, "zero1", device_of(mesh)), 64, 8
+    )
     assert jax.tree.leaves(lowered.in_avals)[-1].dtype == np.uint32
     short = replace(recipe, data=Data("mine", 2**16, 0))
     assert evaluate.to_devices(rows, 8, short, mesh).rows.dtype == np.uint16
@@ -62,9 +67,20 @@ def test_a_vocabulary_above_uint16_from_text_to_text(data, tmp_path):
         'Data("stdlib", vocab_size=257, bos_id=256', f'Data("mine", {IDS}, {IDS - 1}'
     )
     (tmp_path / "mine.py").write_text(source)
-    sets = ("WIDTH=8", "LAYERS=1", "HEADS=2", "MLP_WIDTH=8", "LANES=8", "LANE_LEN=16", "EVAL_LEN=16", "STEPS=4")
+    sets = (
+        "WIDTH=8",
+        "LAYERS=1",
+        "HEADS=2",
+        "MLP_WIDTH=8",
+        "LANES=8",
+        "LANE_LEN=16",
+        "EVAL_LEN=16",
+        "STEPS=4",
+    )
     sets += ("EVAL_TOKENS=160", "EVAL_EVERY=4", f"VOCAB={IDS}", "HEAD_LR=0.2")
-    options = Options(str(tmp_path / "mine.py"), data=data, run_dir=tmp_path / "run", set_=sets, target_loss=11.0)
+    options = Options(
+        str(tmp_path / "mine.py"), data=data, run_dir=tmp_path / "run", set_=sets, target_loss=11.0
+    )
     assert train(Options(**vars(options) | {"progress": False})) == 0  # reached: ln 70,001 is 11.2
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["reached"] and run["data"]["tokenizer"].startswith("tokenizer.json@")

@@ -1,4 +1,5 @@
-"""Validation loss, bits per byte, accuracy and HellaSwag's scoring against results worked out by hand."""
+"""Validation loss, bits per byte, accuracy and HellaSwag's scoring against results worked out by
+hand."""
 
 import dataclasses
 import json
@@ -37,7 +38,8 @@ def model(name="stdlib", facts=None):
 # Losses of letters in nats, whatever is before them; the space before each ending costs 1.
 COST = dict.fromkeys(range(256), 9.0) | {ord(" "): 1.0, ord("a"): 1.0, ord("b"): 2.0, ord("c"): 4.0}
 ITEMS = [
-    # Totals 1+1=2, 1+2=3, 1+4=5, 1+9=10; means 1, 1.5, 2.5, 5: both choose the first, which is right.
+    # Totals 1+1=2, 1+2=3, 1+4=5, 1+9=10; means 1, 1.5, 2.5, 5: both choose the first, which is
+    # right.
     {"ctx": "zz", "label": 0, "endings": ["a", "b", "c", "q"]},
     # Totals 1+2=3, 1+1*4=5, 9, 10; means 1.5, 1.0, ...: acc chooses 0, acc_norm 1; 1 is right.
     {"ctx": "z", "label": "1", "endings": ["b", "aaaa", "cc", "q"]},
@@ -51,7 +53,8 @@ def table_losses(rows):
 
 
 def chosen(model, item):
-    """The endings chosen by total and by mean loss: the labels with which the item counts as right."""
+    """The endings chosen by total and by mean loss: the labels with which the item counts as
+    right."""
     counts = [next(score.hellaswag(model, [replace(item, label=label)])) for label in range(4)]
     return tuple([count[n] for count in counts].index(1) for n in (1, 2))
 
@@ -81,7 +84,8 @@ def test_rows_are_no_longer_than_the_model_looks_back():
 def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     """Against log-softmax of ``forward``'s logits, one sequence at a time and without padding."""
     params = {
-        name: array + 0.1 * jax.random.normal(jax.random.key(4), array.shape) for name, array in model().params.items()
+        name: array + 0.1 * jax.random.normal(jax.random.key(4), array.shape)
+        for name, array in model().params.items()
     }
     own = Model(model().found, params, model().mesh, BYTES.facts)
     items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", [ITEMS[1], ITEMS[0]]))
@@ -98,9 +102,11 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     assert [chosen(own, item)[0] for item in items] == expected
 
 
-@pytest.mark.parametrize("length", [16, 40])  # 40: longer than the model's context, cut into 16 and 16
+# 40: longer than the model's context, cut into 16 and 16
+@pytest.mark.parametrize("length", [16, 40])
 def test_accuracy_is_the_share_of_targets_that_are_the_argmax(length):
-    own = model("microgpt-names", facts={"bos_id": 26, "vocab_size": 28})  # padding, 27, counts for nothing
+    # padding, 27, counts for nothing
+    own = model("microgpt-names", facts={"bos_id": 26, "vocab_size": 28})
     rng = np.random.default_rng(0)
     own.params["head"] += rng.normal(0, 1, own.params["head"].shape)
     rows = rng.integers(0, 6, (35, length + 1)).astype(np.uint16)  # more than are taken at once
@@ -119,21 +125,29 @@ def test_accuracy_is_the_share_of_targets_that_are_the_argmax(length):
 
 @pytest.mark.slow
 def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
-    """Record 62's forward pass reads its stage's own number and evaluates with windows of its own."""
+    """Record 62's forward pass reads its stage's own number and evaluates with windows of its
+    own."""
     staged = model("r62")
     recipe = staged.recipe
     rows = np.asarray(jax.random.randint(jax.random.key(0), (2, recipe.eval_len + 1), 6, 257))
     found = score.token_losses(staged)(rows)
     ctx = eval_context(recipe, device_of(staged.mesh, "xla"))
     ones = np.ones((2, recipe.eval_len), np.float32)
-    np.testing.assert_allclose(found, recipe.loss(staged.params, rows[:, :-1], rows[:, 1:], ones, ctx)[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        found, recipe.loss(staged.params, rows[:, :-1], rows[:, 1:], ones, ctx)[1], rtol=1e-5
+    )
 
 
 def test_what_is_longer_than_the_context_is_cut_from_the_left(monkeypatch):
-    """The toy's context is 16: a context is cut, and of an ending of more than 16 ids the last 16 are scored."""
+    """The toy's context is 16: a context is cut, and of an ending of more than 16 ids the last 16
+    are scored."""
     rows = []
-    monkeypatch.setattr(score, "token_losses", lambda _: lambda batch: rows.append(batch) or table_losses(batch))
-    short, long = score.scorer(model())([(list(b"abcdefghijklmnop"), list(b" qr")), (list(b"z"), list(b"b" * 20))])
+    monkeypatch.setattr(
+        score, "token_losses", lambda _: lambda batch: rows.append(batch) or table_losses(batch)
+    )
+    short, long = score.scorer(model())(
+        [(list(b"abcdefghijklmnop"), list(b" qr")), (list(b"z"), list(b"b" * 20))]
+    )
     assert bytes(rows[0][0, :17].tolist()) == b"cdefghijklmnop qr" and short.loss == 1 + 9 + 9
     assert long.loss == 16 * 2 and long.mean == 2 and short.greedy is None
     endings = ("b" * 40, "a", "q", "c")
@@ -145,10 +159,19 @@ def test_what_is_longer_than_the_context_is_cut_from_the_left(monkeypatch):
     [
         ("", "holds no items"),
         ("{}\n", "line 1 of .* is no HellaSwag item"),
-        (json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n', "line 2 of .* four endings"),
+        (
+            json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n',
+            "line 2 of .* four endings",
+        ),
         ("nonsense", "line 1 of"),
-        *((json.dumps(ITEMS[0] | wrong) + "\n", "line 1 of") for wrong in ({"ctx": 3}, {"endings": [1, 2, 3, 4]})),
-        *((json.dumps(ITEMS[0] | {"label": label}) + "\n", "line 1 of") for label in (float("inf"), 1.9, 4, -1, None)),
+        *(
+            (json.dumps(ITEMS[0] | wrong) + "\n", "line 1 of")
+            for wrong in ({"ctx": 3}, {"endings": [1, 2, 3, 4]})
+        ),
+        *(
+            (json.dumps(ITEMS[0] | {"label": label}) + "\n", "line 1 of")
+            for label in (float("inf"), 1.9, 4, -1, None)
+        ),
         ("[" * 100_000, "line 1 of"),
     ],
 )
@@ -171,9 +194,13 @@ def test_bits_per_byte_count_bytes_and_what_counts():
     found = score.in_bytes(model().recipe, tokenizer, rows, 1.5)
     assert (found.tokens, found.bytes) == (4, 6)
     assert found.bits_per_byte == pytest.approx(1.5 * 4 / 6 / math.log(2))
-    weighing = dataclasses.replace(model().recipe, weigh=lambda tokens, targets: (targets != 1).astype("float32"))
+    weighing = dataclasses.replace(
+        model().recipe, weigh=lambda tokens, targets: (targets != 1).astype("float32")
+    )
     found = score.in_bytes(weighing, tokenizer, rows, 1.5)
-    assert (found.tokens, found.bytes) == (3, 4) and found.bits_per_byte == pytest.approx(1.5 * 3 / 4 / math.log(2))
+    assert (found.tokens, found.bytes) == (3, 4) and found.bits_per_byte == pytest.approx(
+        1.5 * 3 / 4 / math.log(2)
+    )
 
 
 def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
@@ -197,16 +224,24 @@ def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
 
 @pytest.mark.parametrize(("sets", "most"), [((), 257), (("VOCAB=200", "BOS=5"), 200)])
 def test_ids_that_the_model_or_its_tokenizer_does_not_have_are_refused(tmp_path, sets, most):
-    """The table gave NaN for them, or another id's row; where the padded table has them, the tokenizer has no text."""
+    """The table gave NaN for them, or another id's row; where the padded table has them, the
+    tokenizer has no text."""
     found = find("gpt2", [*TOYS["gpt2"], *sets])
-    own = replace(model(), found=found, params=r.init_parameters(found.recipe.parameters, jax.random.key(0)))
+    own = replace(
+        model(), found=found, params=r.init_parameters(found.recipe.parameters, jax.random.key(0))
+    )
     tokens = np.arange(199)
     for odd, fits in ((most - 1, True), (most, False)):
-        (tmp_path / "t_val_000000.bin").write_bytes(shard_bytes([*tokens[:100], odd, *tokens[100:]]))
+        (tmp_path / "t_val_000000.bin").write_bytes(
+            shard_bytes([*tokens[:100], odd, *tokens[100:]])
+        )
         if fits:
             assert math.isfinite(score.validate(own, tmp_path, 160).loss)
         else:
-            with pytest.raises(TokenRangeError, match=f"holds token id {most} at token position 100, .* below {most}"):
+            with pytest.raises(
+                TokenRangeError,
+                match=f"holds token id {most} at token position 100, .* below {most}",
+            ):
                 score.validate(own, tmp_path, 160)
 
 
@@ -219,6 +254,8 @@ def test_tokens_that_stand_for_no_text_are_no_figure(tmp_path):
 
 def test_scores_that_are_not_numbers_are_refused(monkeypatch):
     """The least of four of them was an answer."""
-    monkeypatch.setattr(score, "token_losses", lambda _: lambda rows: np.full(rows[:, 1:].shape, np.nan))
+    monkeypatch.setattr(
+        score, "token_losses", lambda _: lambda rows: np.full(rows[:, 1:].shape, np.nan)
+    )
     with pytest.raises(BadInput, match="model stdlib gives losses that are not numbers"):
         chosen(model(), score.Item("z", ("a", "b", "c", "d"), 0))

@@ -29,9 +29,21 @@ from jspeed.run.train import train
 
 from ..toys import TOYS
 
-SETS = ("WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "EVAL_EVERY=5", "STEPS=10", "EVAL_TOKENS=640")
+SETS = (
+    "WIDTH=32",
+    "LAYERS=2",
+    "HEADS=2",
+    "MLP_WIDTH=64",
+    "LANES=8",
+    "EVAL_EVERY=5",
+    "STEPS=10",
+    "EVAL_TOKENS=640",
+)
 NAMES = [
-    a + b + c for a in ("an", "bri", "car", "do") for b in ("n", "l", "r", "st") for c in ("a", "e", "o", "y", "ie")
+    a + b + c
+    for a in ("an", "bri", "car", "do")
+    for b in ("n", "l", "r", "st")
+    for c in ("a", "e", "o", "y", "ie")
 ]
 
 
@@ -43,7 +55,9 @@ def run(tmp_path_factory):
     data = named_data_sets.prepare_names(folder / "data", folder / "names.txt")
     facts = json.loads((data / "manifest.json").read_text())
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
-    options = Options("microgpt-names", data=data, run_dir=folder / "run", set_=(*SETS, *ids), target_loss=9.0)
+    options = Options(
+        "microgpt-names", data=data, run_dir=folder / "run", set_=(*SETS, *ids), target_loss=9.0
+    )
     told = []
     more = {
         "checkpoint_every": 4,
@@ -63,16 +77,32 @@ def record(options):
 
 def test_what_a_run_leaves(run):
     left = {path.name for path in run.run_dir.iterdir()}
-    wanted = {"config.json", "recipe.py", "run.json", "metrics.jsonl", "loss.svg", "checkpoints", "model.safetensors"}
+    wanted = {
+        "config.json",
+        "recipe.py",
+        "run.json",
+        "metrics.jsonl",
+        "loss.svg",
+        "checkpoints",
+        "model.safetensors",
+    }
     assert wanted | {"profile", "tensorboard"} <= left
     (trace,) = (run.run_dir / "profile").rglob("*.xplane.pb")
-    names = {e.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for e in line.events}
+    names = {
+        e.name
+        for plane in ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for e in line.events
+    }
     assert [name for name in names if "step" in name]
-    # "$file:line function" would be Python's calls, whose hook crashes beside the threads of a checkpoint.
+    # "$file:line function" would be Python's calls, whose hook crashes beside the threads of a
+    # checkpoint.
     assert not [name for name in names if name.startswith("$")]
     assert [s["name"] for s in record(run)["ledger"]].count("profile") == 2
     facts = json.loads((run.run_dir / "config.json").read_text())["tokenizer"]
-    assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(facts["symbols"])
+    assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(
+        facts["symbols"]
+    )
 
 
 def test_accuracy_in_metrics_is_that_of_evaluate(run):
@@ -99,7 +129,11 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
     assert not np.array_equal(earlier.tensors()["head"], kept["head"])
     export(run.run_dir, tmp_path / "out")
     exported = load_model(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "recipe.py",
+        "model.safetensors",
+    }
     jax.tree.map(np.testing.assert_array_equal, exported.tensors(), kept)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
         assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
@@ -113,7 +147,10 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
     shutil.copytree(run.run_dir, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
-    with pytest.raises(BadInput, match="checkpoints/8 is damaged .*it has no sha256.json.*; give another checkpoint"):
+    with pytest.raises(
+        BadInput,
+        match="checkpoints/8 is damaged .*it has no sha256.json.*; give another checkpoint",
+    ):
         load_model(tmp_path / "run" / "checkpoints" / "8")
 
 
@@ -123,7 +160,9 @@ def test_a_model_keeps_the_hash_of_the_parameters_it_started_from(run, tmp_path,
     config["overrides"]["init_from"] = config["fields"]["init_from"] = "0" * 64
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     found = load_model(tmp_path / "run").found
-    assert found.hash == recipe_hash(found.source, load_model(run.run_dir).found.fields | {"init_from": "0" * 64})
+    assert found.hash == recipe_hash(
+        found.source, load_model(run.run_dir).found.fields | {"init_from": "0" * 64}
+    )
     export(tmp_path / "run", tmp_path / "out")
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported["recipe_hash"] == found.hash and exported["overrides"]["init_from"] == "0" * 64
@@ -138,13 +177,16 @@ def test_evaluation_repeats_the_run_s_own(run):
 
 @pytest.mark.slow
 def test_going_on_from_a_model(run, tmp_path, capsys):
-    """The first loss is where the model was; the run is marked as another recipe; from scratch is worse."""
+    """The first loss is where the model was; the run is marked as another recipe; from scratch is
+    worse."""
     again = vars(run) | {"run_dir": tmp_path / "again", "init_from": run.run_dir, "progress": False}
     assert train(Options(**again)) == 0
     found, first = json.loads((tmp_path / "again" / "run.json").read_text()), record(run)
     assert found["curve"][0]["val_loss"] == pytest.approx(first["val_loss"], abs=1e-5)
     assert found["val_loss"] < first["val_loss"] < first["curve"][0]["val_loss"]
-    assert found["recipe_hash"] != first["recipe_hash"] and len(found["overrides"]["init_from"]) == 64
+    assert (
+        found["recipe_hash"] != first["recipe_hash"] and len(found["overrides"]["init_from"]) == 64
+    )
     assert load_model(tmp_path / "again").recipe.name == "microgpt-names"
     with pytest.raises(BadInput, match="does not exist"):
         train(Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}))
@@ -172,7 +214,9 @@ def test_sample_script(run, capsys, tmp_path):
     ):
         with pytest.raises(BadInput, match=words):
             sample_.sample(run.run_dir, **arguments)
-    with pytest.raises(BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"):
+    with pytest.raises(
+        BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"
+    ):
         sample_.sample(tmp_path)
 
 
@@ -180,7 +224,10 @@ def test_evaluate_script(run, capsys, tmp_path):
     evaluate(run.run_dir, data=run.data, json_=tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert f"{figures['loss']:.4f} nats" in capsys.readouterr().out
-    assert figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4) and figures["accuracy"] is None
+    assert (
+        figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4)
+        and figures["accuracy"] is None
+    )
 
 
 def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
@@ -189,7 +236,11 @@ def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, m
     write_samples(run.run_dir)
     assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
+    assert (
+        "\x1b" not in shown
+        and "\x07" not in shown
+        and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
+    )
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 2, [raw] * 2]))
     sample_.sample(run.run_dir, number=2)
     shown = capsys.readouterr().out
@@ -198,7 +249,9 @@ def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, m
 
 def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
     taken = []
-    monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
+    monkeypatch.setattr(
+        "jspeed.inference.generate.write", lambda *_: (taken.append(n) or ["x"] for n in range(100))
+    )
     monkeypatch.setattr(sample_, "stdout_open", lambda: len(taken) < 3)
     sample_.sample(run.run_dir, prompt="a")
     assert len(taken) == 3
@@ -231,7 +284,10 @@ def test_exported_gpt2_loads_again(tmp_path):
     )
     model = load_model(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
     back = load_model(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, back.tensors(), model.tensors())
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]
@@ -239,16 +295,26 @@ def test_exported_gpt2_loads_again(tmp_path):
 
 def test_only_what_computes_a_gpt2_is_exported_as_one(tmp_path):
     """With GPT-2's parameters alone another activation became GPT-2's in transformers."""
-    source = find("gpt2").source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")")
+    source = (
+        find("gpt2")
+        .source.replace("jax.nn.gelu(", "jax.nn.silu(")
+        .replace(", approximate=True)", ")")
+    )
     (tmp_path / "mine.py").write_text(source.replace('name="gpt2"', 'name="mine"'))
-    for name, recipe, more in (("gpt2", "gpt2", {}), ("mine", str(tmp_path / "mine.py"), {"own": True})):
+    for name, recipe, more in (
+        ("gpt2", "gpt2", {}),
+        ("mine", str(tmp_path / "mine.py"), {"own": True}),
+    ):
         found = find(recipe, TOYS["gpt2"])
         run = tmp_path / name
         run.mkdir()
         write_export(run, found)
         export(run, tmp_path / f"{name}-out", **more)
         assert (tmp_path / f"{name}-out" / "recipe.py").exists() == bool(more)
-    with pytest.raises(BadInput, match="recipe mine has GPT-2's parameters but computes something else .* give --own"):
+    with pytest.raises(
+        BadInput,
+        match="recipe mine has GPT-2's parameters but computes something else .* give --own",
+    ):
         export(tmp_path / "mine", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -264,12 +330,25 @@ def write_export(folder, found):
 def test_a_model_without_room_for_the_ids_of_its_text_is_refused(tmp_path):
     """It was evaluated as nan, or wrote the text of other ids."""
     write_export(tmp_path, find("gpt2", [*TOYS["gpt2"], "VOCAB=200"]))
-    with pytest.raises(BadInput, match="bytes makes 257 ids of text, but the model has room for 200"):
+    with pytest.raises(
+        BadInput, match="bytes makes 257 ids of text, but the model has room for 200"
+    ):
         load_model(tmp_path)
 
 
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 9, "n_positions": 4}
-OWN = {"recipe": "stdlib", "overrides": {}, "tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 8,
+    "vocab_size": 9,
+    "n_positions": 4,
+}
+OWN = {
+    "recipe": "stdlib",
+    "overrides": {},
+    "tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256},
+}
 
 
 @pytest.mark.parametrize(
@@ -277,10 +356,22 @@ OWN = {"recipe": "stdlib", "overrides": {}, "tokenizer": {"tokenizer": "bytes", 
     [
         (OWN | {"overrides": []}, "field 'overrides': expected an object, found \\[\\]"),
         (OWN | {"tokenizer": 3}, "field 'tokenizer': expected an object or null, found 3"),
-        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected a name, found 3"),
-        (OWN | {"tokenizer": {"tokenizer": "bytes"}}, "field 'tokenizer.vocab_size': .* found no such field"),
-        (OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}}, "'tokenizer.symbols': expected a list of diff"),
-        (GPT2 | {"n_layer": float("inf")}, "field 'n_layer': expected a whole number from 1 to 1000, found inf"),
+        (
+            OWN | {"tokenizer": {"tokenizer": 3}},
+            "field 'tokenizer.tokenizer': expected a name, found 3",
+        ),
+        (
+            OWN | {"tokenizer": {"tokenizer": "bytes"}},
+            "field 'tokenizer.vocab_size': .* found no such field",
+        ),
+        (
+            OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}},
+            "'tokenizer.symbols': expected a list of diff",
+        ),
+        (
+            GPT2 | {"n_layer": float("inf")},
+            "field 'n_layer': expected a whole number from 1 to 1000, found inf",
+        ),
         (GPT2 | {"n_layer": 10**9}, "field 'n_layer': .* from 1 to 1000"),
         (GPT2 | {"vocab_size": "9"}, "field 'vocab_size': .* found '9'"),
         ([], "describes neither"),
@@ -321,11 +412,15 @@ def test_weights_that_are_not_numbers_are_refused(run, monkeypatch, value):
         return arrays
 
     monkeypatch.setattr(trained, "read_parameters", damaged)
-    with pytest.raises(BadInput, match=r"1 of its parameters hold numbers that are not finite, the first is up;"):
+    with pytest.raises(
+        BadInput, match=r"1 of its parameters hold numbers that are not finite, the first is up;"
+    ):
         load_model(run.run_dir)
 
 
 def test_a_loss_that_is_no_number_is_refused(run, monkeypatch):
     monkeypatch.setattr(score.evaluate, "validation_loss", lambda *_: float("nan"))
-    with pytest.raises(BadInput, match="the loss of microgpt-names on .* is nan: no figure of a model"):
+    with pytest.raises(
+        BadInput, match="the loss of microgpt-names on .* is nan: no figure of a model"
+    ):
         score.validate(load_model(run.run_dir), run.data)

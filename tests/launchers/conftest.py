@@ -1,6 +1,8 @@
-"""Run the commands of docs/launch.md for real (``make test-launchers``): two processes stand for eight GPUs.
+"""Run the commands of docs/launch.md for real (``make test-launchers``): two processes stand for
+eight GPUs.
 
-Every test is skipped where its launcher is missing; other test runs skip them all, for they take minutes.
+Every test is skipped where its launcher is missing; other test runs skip them all, for they take
+minutes.
 """
 
 import os
@@ -23,17 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "JSPEED_TEST_LAUNCHERS" not in os.environ:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="starting real launchers takes minutes; make test-launchers"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="starting real launchers takes minutes; make test-launchers"
+                    )
+                )
 
 
 def block(heading: str, number: int = 0) -> str:
     """The text of a code block under ``heading`` of the page."""
-    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
+    )
     return re.findall(r"^```\w+\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[number]
 
 
 class Place:
-    """A folder in which the page's lines can be run as they stand, but for recipe, data and number of GPUs."""
+    """A folder in which the page's lines can be run as they stand, but for recipe, data and number
+    of GPUs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,19 +51,30 @@ class Place:
 
     def line(self, heading: str, number: int = 0, **instead: str) -> str:
         text = block(heading, number)
-        swaps = {"r29 --data /data/fineweb": SMALL, "--nproc-per-node 8": "--nproc-per-node 2", "-n 8": "-n 2"}
+        swaps = {
+            "r29 --data /data/fineweb": SMALL,
+            "--nproc-per-node 8": "--nproc-per-node 2",
+            "-n 8": "-n 2",
+        }
         for old, new in (swaps | instead).items():
             text = text.replace(old, new)
         return text if "--run-dir" in text else text.replace(SMALL, f"{SMALL} --run-dir run")
 
     def environment(self, **more: object) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return environment(**SAME_BITS, PATH=path, JSPEED_CACHE=self.folder.parent / "cache", **more)
+        return environment(
+            **SAME_BITS, PATH=path, JSPEED_CACHE=self.folder.parent / "cache", **more
+        )
 
     def start(self, line: str, **more: object) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            ["bash", "-c", line], cwd=self.folder, env=self.environment(**more), text=True, stdout=pipe, stderr=pipe
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self.environment(**more),
+            text=True,
+            stdout=pipe,
+            stderr=pipe,
         )
 
     def run(self, line: str, beside: str | None = None, **more: object) -> None:
@@ -89,7 +109,11 @@ def expected(places: Callable[[str], Place]) -> dict[str, dict[int, float]]:
     place = places("expected")
     place.run(place.line("Eight GPUs of one machine", 1))
     losses = place.losses()
-    assert sorted(losses["train_loss"]) == list(range(1, 21)) and sorted(losses["val_loss"]) == [0, 10, 20]
+    assert sorted(losses["train_loss"]) == list(range(1, 21)) and sorted(losses["val_loss"]) == [
+        0,
+        10,
+        20,
+    ]
     return losses
 
 

@@ -1,4 +1,5 @@
-"""Slurm on this machine alone: munge, a controller and a node of two CPUs, as root and without systemd."""
+"""Slurm on this machine alone: munge, a controller and a node of two CPUs, as root and without
+systemd."""
 
 import os
 import signal
@@ -37,7 +38,8 @@ PartitionName=all Nodes=ALL Default=YES
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Run a cluster with its files in ``folder``; yields the variables by which its commands find it."""
+    """Run a cluster with its files in ``folder``; yields the variables by which its commands find
+    it."""
     host = socket.gethostname().split(".")[0]
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
@@ -48,7 +50,13 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     ports = {"controller_port": free_port(), "node_port": free_port()}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=folder, **ports))
     told = {"SLURM_CONF": str(folder / "slurm.conf")}
-    munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
+    munge = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        f"--socket={folder}/munge.socket",
+    ]
     munge += [f"--{what}-file={folder}/munge.{what}" for what in ("pid", "log", "seed")]
     with ExitStack() as stack:
         for name, command in [
@@ -61,12 +69,16 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
             stack.callback(_end, process)
             time.sleep(0.5)
         for _ in range(100):
-            state = subprocess.run(["sinfo", "-h", "-o", "%t"], env=os.environ | told, capture_output=True, text=True)
+            state = subprocess.run(
+                ["sinfo", "-h", "-o", "%t"], env=os.environ | told, capture_output=True, text=True
+            )
             if state.stdout.strip() == "idle":
                 break
             time.sleep(0.2)
         else:
-            logs = "".join((folder / f"{name}.out").read_text() for name in ("munge", "controller", "node"))
+            logs = "".join(
+                (folder / f"{name}.out").read_text() for name in ("munge", "controller", "node")
+            )
             raise RuntimeError(f"Slurm did not come up: {state.stdout}{state.stderr}{logs}")
         stack.callback(_cancel, told)
         yield told
@@ -76,7 +88,9 @@ def _cancel(told: dict[str, str]) -> None:
     """End the jobs of a test that failed while the daemons can still do it."""
     subprocess.run(["scancel", "--full", "--user=root"], env=os.environ | told, capture_output=True)
     for _ in range(100):
-        jobs = subprocess.run(["squeue", "-h"], env=os.environ | told, capture_output=True, text=True)
+        jobs = subprocess.run(
+            ["squeue", "-h"], env=os.environ | told, capture_output=True, text=True
+        )
         if not jobs.stdout.strip():
             return
         time.sleep(0.2)

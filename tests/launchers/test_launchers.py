@@ -1,4 +1,5 @@
-"""Each installed launcher, by its command in docs/launch.md: two processes form one run, with launch.py's losses."""
+"""Each installed launcher, by its command in docs/launch.md: two processes form one run, with
+launch.py's losses."""
 
 import json
 import os
@@ -23,7 +24,10 @@ ROOT = os.geteuid() == 0
 
 def same(place, expected, name="run", processes=2):
     assert place.losses(name) == expected
-    assert json.loads((place.folder / name / "run.json").read_text())["devices"]["processes"] == processes
+    assert (
+        json.loads((place.folder / name / "run.json").read_text())["devices"]["processes"]
+        == processes
+    )
 
 
 def test_one_process_alone_and_on_two_devices_trains_the_same(place, expected):
@@ -31,11 +35,15 @@ def test_one_process_alone_and_on_two_devices_trains_the_same(place, expected):
     place.run(place.line("Eight GPUs of one machine").replace("-dir run", "-dir two --mesh data=2"))
     for name in ("run", "two"):
         for kind, losses in place.losses(name).items():
-            np.testing.assert_allclose(list(losses.values()), list(expected[kind].values()), atol=1e-5)
+            np.testing.assert_allclose(
+                list(losses.values()), list(expected[kind].values()), atol=1e-5
+            )
 
 
 def test_eight_processes_train_the_same(place, expected):
-    place.run(place.line("Eight GPUs of one machine", 1, **{"--nproc-per-node 8": "--nproc-per-node 8"}))
+    place.run(
+        place.line("Eight GPUs of one machine", 1, **{"--nproc-per-node 8": "--nproc-per-node 8"})
+    )
     for kind, losses in place.losses().items():
         np.testing.assert_allclose(list(losses.values()), list(expected[kind].values()), atol=1e-5)
     assert json.loads((place.folder / "run" / "run.json").read_text())["devices"]["processes"] == 8
@@ -43,25 +51,41 @@ def test_eight_processes_train_the_same(place, expected):
 
 def test_torchrun(place, expected):
     needs("torchrun", why=": pip install torch")
-    # torchrun may come from an environment of its own; PYTHON_EXEC is torchrun's name for the Python of its processes.
+    # torchrun may come from an environment of its own; PYTHON_EXEC is torchrun's name for the
+    # Python of its processes.
     place.run(place.line("torchrun"), PYTHON_EXEC=sys.executable)
     same(place, expected)
 
 
 def test_two_torchruns(place, expected):
     needs("torchrun", why=": pip install torch")
-    swaps = {"10.0.0.1": "127.0.0.1", "29500": str(free_port()), "--nproc-per-node 8": "--nproc-per-node 1"}
+    swaps = {
+        "10.0.0.1": "127.0.0.1",
+        "29500": str(free_port()),
+        "--nproc-per-node 8": "--nproc-per-node 1",
+    }
     line = place.line("torchrun", 1, **swaps, **{"/shared/run": "run"})
-    place.run(line, beside=line.replace("--node-rank 0", "--node-rank 1"), PYTHON_EXEC=sys.executable)
+    place.run(
+        line, beside=line.replace("--node-rank 0", "--node-rank 1"), PYTHON_EXEC=sys.executable
+    )
     same(place, expected)
 
 
 def test_open_mpi(place, expected):
     needs("mpirun")
-    if "Open MPI" not in subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout:
+    if (
+        "Open MPI"
+        not in subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    ):
         pytest.skip("mpirun is not Open MPI's")
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, "OMPI_MCA_rmaps_base_oversubscribe": 1}
-    place.run(place.line("Open MPI"), **allowed, PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe")
+    allowed = {
+        "OMPI_ALLOW_RUN_AS_ROOT": 1,
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1,
+        "OMPI_MCA_rmaps_base_oversubscribe": 1,
+    }
+    place.run(
+        place.line("Open MPI"), **allowed, PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe"
+    )
     same(place, expected)
 
 
@@ -86,16 +110,25 @@ def test_slurm_srun(place, expected, cluster):
 
 
 def test_slurm_beside_the_variables_of_a_script_for_pytorch(place, expected, cluster):
-    exports = "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) WORLD_SIZE=$SLURM_NTASKS"
+    exports = (
+        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)"
+        " WORLD_SIZE=$SLURM_NTASKS"
+    )
     job = f"#!/bin/bash\n#SBATCH --ntasks=2\nexport {exports} MASTER_PORT={free_port()}\n"
-    (place.folder / "job.sh").write_text(f"{job}srun python scripts/speedrun.py {SMALL} --run-dir run\n")
+    (place.folder / "job.sh").write_text(
+        f"{job}srun python scripts/speedrun.py {SMALL} --run-dir run\n"
+    )
     place.run("sbatch --wait job.sh", **cluster)
     same(place, expected)
 
 
 def test_slurm_sbatch_file_and_a_warning_before_the_end(place, expected, cluster):
     """The whole file; and again with many steps, warned by SIGTERM: it saves."""
-    swaps = {"--nodes=2": "--nodes=1", "--ntasks-per-node=8": "--ntasks-per-node=2", "/shared/run": "run"}
+    swaps = {
+        "--nodes=2": "--nodes=1",
+        "--ntasks-per-node=8": "--ntasks-per-node=2",
+        "/shared/run": "run",
+    }
     job = place.line("Slurm", **swaps, **{"#SBATCH --gpus-per-node=8\n": ""})
     (place.folder / "job.sh").write_text(job)
     place.run("sbatch --wait job.sh", **cluster)
@@ -114,12 +147,15 @@ def test_slurm_sbatch_file_and_a_warning_before_the_end(place, expected, cluster
     waiting.communicate()
     run = json.loads((path / "run.json").read_text())
     assert run["status"] == "interrupted" and (path / "checkpoints" / str(run["steps"])).is_dir()
-    assert {step: loss for step, loss in metrics(path).items() if step <= 20} == expected["train_loss"]
+    assert {step: loss for step, loss in metrics(path).items() if step <= 20} == expected[
+        "train_loss"
+    ]
 
 
 @pytest.fixture
 def two_nodes(tmp_path):
-    """Two network namespaces with a cable between them, 10.0.0.1 and 10.0.0.2, also fd00::1 and fd00::2.
+    """Two network namespaces with a cable between them, 10.0.0.1 and 10.0.0.2, also fd00::1 and
+    fd00::2.
 
     This machine's name resolves to the first two.
     """
@@ -139,7 +175,8 @@ def two_nodes(tmp_path):
         ip(f"link add jspeed0 netns {names[0]} type veth peer name jspeed1 netns {names[1]}")
         for number, name in enumerate(names):
             ip(f"-n {name} addr add 10.0.0.{number + 1}/24 dev jspeed{number}")
-            ip(f"-n {name} addr add fd00::{number + 1}/64 dev jspeed{number} nodad", check=False)  # without IPv6
+            # without IPv6
+            ip(f"-n {name} addr add fd00::{number + 1}/64 dev jspeed{number} nodad", check=False)
             ip(f"-n {name} link set jspeed{number} up")
             ip(f"-n {name} link set lo up")
             os.makedirs(folders[number])
@@ -156,17 +193,28 @@ def two_nodes(tmp_path):
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
 def test_two_machines(place, expected, two_nodes, host):
-    if host not in subprocess.run([*two_nodes[0].split(), "ip", "addr"], capture_output=True, text=True).stdout:
+    if (
+        host
+        not in subprocess.run(
+            [*two_nodes[0].split(), "ip", "addr"], capture_output=True, text=True
+        ).stdout
+    ):
         pytest.skip("this machine has no IPv6")
     heading = "Two machines with eight GPUs each: launch.py"
     swaps = {"--nproc-per-node 8": "--nproc-per-node 1", "/shared/run": "run", "10.0.0.1": host}
-    first, second = (node + place.line(heading, number, **swaps) for number, node in enumerate(two_nodes))
+    first, second = (
+        node + place.line(heading, number, **swaps) for number, node in enumerate(two_nodes)
+    )
     place.run(first, beside=second)
     same(place, expected)
 
 
 VARIABLES = {
-    "Trainer": {"JAX_PROCESS_ID": "{}", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}"},
+    "Trainer": {
+        "JAX_PROCESS_ID": "{}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}",
+    },
     "JAXJob": {
         "PROCESS_ID": "{}",
         "NUM_PROCESSES": "2",
@@ -200,19 +248,21 @@ def test_skypilot_run_lines(place, expected):
 
 
 def test_skyward_function(place, expected, monkeypatch):
-    """The file's own function on two nodes, with what Skyward would tell it and no packages but those of its list."""
+    """The file's own function on two nodes, with what Skyward would tell it and no packages but
+    those of its list."""
     (place.folder / "cloud.py").write_text(place.line("Skyward"))
     (place.folder / "skyward.py").write_text(
-        "import sys, types\n"
-        "function = lambda **_: lambda train: train\n"
-        "Image = lambda **_: None\n"
-        "instance_info = lambda: types.SimpleNamespace(rank=int(sys.argv[1]), peers=['127.0.0.1', '127.0.0.1'])\n"
+        "import sys, types\nfunction = lambda **_: lambda train: train\nImage = lambda **_:"
+        " None\ninstance_info = lambda: types.SimpleNamespace(rank=int(sys.argv[1]),"
+        " peers=['127.0.0.1', '127.0.0.1'])\n"
     )
     words = f"--run-dir {place.folder / 'run'} {SMALL}".split()
     (place.folder / "node.py").write_text(
-        f"import sys\nimport cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
+        "import sys\nimport"
+        f" cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
     )
-    (place.folder / "python").symlink_to(REPOSITORY / "python")  # the image's includes, beside scripts
+    # the image's includes, beside scripts
+    (place.folder / "python").symlink_to(REPOSITORY / "python")
     node = minimal_venv(place.folder / "venv", of_skyward(monkeypatch))
     place.run(f"{node} node.py 0", beside=f"{node} node.py 1")
     same(place, expected)

@@ -1,4 +1,5 @@
-"""Test helper: drive headless Chromium over a pipe (DevTools protocol), with real key presses and no driver."""
+"""Test helper: drive headless Chromium over a pipe (DevTools protocol), with real key presses and
+no driver."""
 
 import base64
 import json
@@ -13,8 +14,10 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--hide-scrollbars", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-extensions",
     "--remote-debugging-pipe",
 )  # fmt: skip
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), " ": (32, " ")}
@@ -33,7 +36,9 @@ class Page:
         self._held, self._number, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
             self.call(f"{domain}.enable")
 
@@ -73,23 +78,40 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; promises are waited for."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def size(self, width: int, height: int = 900, dark: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def click(self, selector: str) -> None:
-        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        self.run(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})"
+        )
         box = self.run(
-            f"(r => [r.x + r.width / 2, r.y + r.height / 2])"
+            "(r => [r.x + r.width / 2, r.y + r.height / 2])"
             f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0],
+                y=box[1],
+                button="left",
+                clickCount=1,
+            )
 
     def press(self, key: str) -> None:
         code, letters = KEYS[key]
@@ -99,9 +121,17 @@ class Page:
 
     def picture(self, path: Path, whole: bool = True) -> None:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 16_000), "scale": 1}
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": min(size["height"], 16_000),
+            "scale": 1,
+        }
         more = {"clip": clip, "captureBeyondViewport": True} if whole else {}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"])
+        )
 
 
 @contextmanager

@@ -31,10 +31,17 @@ source = "none"
 {significance}
 """
 PARENT = {"recipe": "stdlib", "source": source_of(), "fields": {"RATE": 0.1}, "parent": None}
-CHILD = {"recipe": "child", "parent": "stdlib", "source": source_of(0.3, "Another rate."), "fields": {"RATE": 0.3}}
+CHILD = {
+    "recipe": "child",
+    "parent": "stdlib",
+    "source": source_of(0.3, "Another rate."),
+    "fields": {"RATE": 0.3},
+}
 
 
-def rules(records, rank="timed_seconds", test="t", more="", significance="", resumed="false") -> None:
+def rules(
+    records, rank="timed_seconds", test="t", more="", significance="", resumed="false"
+) -> None:
     folder = records / "stdlib" / "cpu"
     folder.mkdir(parents=True, exist_ok=True)
     text = RULES.format(rank=rank, test=test, more=more, significance=significance, resumed=resumed)
@@ -60,7 +67,11 @@ def make_race(folder: Path, parent, child, a_seconds, b_seconds, **changes) -> P
     folder.mkdir()
     preregistration.write_preregistration(folder, plan)
     for number, (who, run) in enumerate(zip(order, plan["runs"], strict=True)):
-        mine = {"plan": {"sha256": plan["sha256"], "folder": run["folder"]}, **(parent, child)[who], **changes}
+        mine = {
+            "plan": {"sha256": plan["sha256"], "folder": run["folder"]},
+            **(parent, child)[who],
+            **changes,
+        }
         started = START + timedelta(minutes=1 + 10 * number)
         make_run(folder / run["folder"], next(seconds[who]), run["seed"], started=started, **mine)
     return folder

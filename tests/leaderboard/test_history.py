@@ -15,9 +15,16 @@ SMALLEST = 131_072  # tokens of a step in the first stage
 
 def test_there_are_92_in_order_and_each_is_faster():
     assert [row["record"] for row in ROWS] == list(range(1, 93))
-    assert ROWS[0]["seconds"] == 45 * 60 and (BY_NUMBER[89]["seconds"], ROWS[-1]["seconds"]) == (73.8, 39.9)
+    assert ROWS[0]["seconds"] == 45 * 60 and (BY_NUMBER[89]["seconds"], ROWS[-1]["seconds"]) == (
+        73.8,
+        39.9,
+    )
     assert [row["date"] for row in ROWS] == sorted(row["date"] for row in ROWS)
-    slower = [b["record"] for a, b in zip(ROWS[:-1], ROWS[1:], strict=True) if b["seconds"] >= a["seconds"]]
+    slower = [
+        b["record"]
+        for a, b in zip(ROWS[:-1], ROWS[1:], strict=True)
+        if b["seconds"] >= a["seconds"]
+    ]
     # The timing rules and PyTorch changed under record 21, which its remark says.
     assert slower == [22] and "retimed 2.997 min on 02/01/25" in BY_NUMBER[21]["what"]
 
@@ -30,11 +37,18 @@ def test_tokens_are_steps_times_tokens_of_a_step():
     assert [row["record"] for row in staged] == list(range(46, 93))
     assert BY_NUMBER[92]["tokens_per_step"][3:] == [327_680, 131_072], "of its tail"
     for row in (row for row in staged if row["tokens"] and row["record"] != 92):
-        # Thirds of one, two and three times the smallest step, then a few steps more of the largest.
-        assert row["tokens_per_step"] == [SMALLEST, 2 * SMALLEST, 3 * SMALLEST] and row["tokens"] % SMALLEST == 0
+        # Thirds of one, two and three times the smallest step, then a few steps more of the
+        # largest.
+        assert (
+            row["tokens_per_step"] == [SMALLEST, 2 * SMALLEST, 3 * SMALLEST]
+            and row["tokens"] % SMALLEST == 0
+        )
         assert 10 <= row["tokens"] // SMALLEST - 2 * row["steps"] <= 45, row
     # recipe.md 1.5 gives the last one's stages.
-    assert BY_NUMBER[89]["tokens"] == 423 * 131_072 + 424 * 262_144 + 438 * 393_216 and BY_NUMBER[89]["steps"] == 1285
+    assert (
+        BY_NUMBER[89]["tokens"] == 423 * 131_072 + 424 * 262_144 + 438 * 393_216
+        and BY_NUMBER[89]["steps"] == 1285
+    )
 
 
 def test_steps_times_milliseconds_is_the_time():
@@ -46,7 +60,10 @@ def test_steps_times_milliseconds_is_the_time():
                 odd.append(row["record"])
     assert odd == [68, 69, 70, 71, 80, 90]
     assert "PR logs: 70.09 s" in BY_NUMBER[odd.pop()]["what"]
-    assert all("slower" in BY_NUMBER[number]["what"] or "older base" in BY_NUMBER[number]["what"] for number in odd)
+    assert all(
+        "slower" in BY_NUMBER[number]["what"] or "older base" in BY_NUMBER[number]["what"]
+        for number in odd
+    )
 
 
 def test_losses_are_at_the_target():

@@ -1,4 +1,5 @@
-"""HTML page, leaderboard.json and README's block: complete, escaped, small, up to date with the records."""
+"""HTML page, leaderboard.json and README's block: complete, escaped, small, up to date with the
+records."""
 
 import ast
 import json
@@ -24,7 +25,8 @@ VOID = ("meta", "br", "path", "rect", "use", "img")
 
 
 class Reader(HTMLParser):
-    """Collects a page's elements with their attributes, and its text; every element must be closed."""
+    """Collects a page's elements with their attributes, and its text; every element must be
+    closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -72,12 +74,29 @@ def test_the_same_records_are_the_same_bytes(records):
 def test_the_page_loads_and_runs_nothing_of_others(records):
     html, _ = made(records)
     found = Reader(html)
-    addresses = [value for _, name, value in found.attributes if name in ("src", "href", "action", "data", "srcset")]
-    assert all(value and (value.startswith("#") or value == "leaderboard.json") for value in addresses)
-    assert found.tags.count("script") == 1 and not {"img", "link", "iframe", "object", "b", "i"} & set(found.tags)
+    addresses = [
+        value
+        for _, name, value in found.attributes
+        if name in ("src", "href", "action", "data", "srcset")
+    ]
+    assert all(
+        value and (value.startswith("#") or value == "leaderboard.json") for value in addresses
+    )
+    assert found.tags.count("script") == 1 and not {
+        "img",
+        "link",
+        "iframe",
+        "object",
+        "b",
+        "i",
+    } & set(found.tags)
     assert not [name for _, name, _ in found.attributes if name.startswith("on")]
     assert "url(" not in html and "@import" not in html
-    policy = next(value for tag, name, value in found.attributes if tag == "meta" and value and "default-src" in value)
+    policy = next(
+        value
+        for tag, name, value in found.attributes
+        if tag == "meta" and value and "default-src" in value
+    )
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
 
 
@@ -85,40 +104,53 @@ def test_the_page_says_what_the_board_says(records):
     html, data = made(records)
     text = Reader(html).text
     headline = data["tracks"][0]
-    assert headline["track"] == "fineweb/8xH100" and [entry["rank"] for entry in headline["entries"][:2]] == [1, 2]
+    assert headline["track"] == "fineweb/8xH100" and [
+        entry["rank"] for entry in headline["entries"][:2]
+    ] == [1, 2]
     best = headline["entries"][0]
     seconds = [run["timed_seconds"] for run in best["runs"]]
     assert best["seconds"]["mean"] == pytest.approx(sum(seconds) / len(seconds))
     for expected in (
-        f"{best['seconds']['mean']:,.0f} s", f"{best['loss']['mean']:.4f} (n = 8)", "39.9 s", "missed the target",
-        "Against r011", "6 lines added, 6 removed.", "t-test p = ", "Seconds saved, parent by parent", "<b>markup</b>",
+        f"{best['seconds']['mean']:,.0f} s", f"{best['loss']['mean']:.4f} (n = 8)", "39.9 s",
+        "missed the target",
+        "Against r011", "6 lines added, 6 removed.", "t-test p = ", "Seconds saved, parent by \
+parent", "<b>markup</b>",
         "the ledger that its checkpoint holds", "</details><script>1</script>",
     ):  # fmt: skip
         assert expected in text, expected
     assert data["timing_rule"] == RULE and len(data["histories"]["modded-nanogpt"]) == 92
-    assert sum(len(entry["runs"]) for track in data["tracks"] for entry in track["entries"]) == len(records.rows)
+    assert sum(len(entry["runs"]) for track in data["tracks"] for entry in track["entries"]) == len(
+        records.rows
+    )
 
 
 def test_every_figure_is_xml_and_says_what_it_shows(records):
     headline = next(track for track in judge.board(records) if track["track"] == "fineweb/8xH100")
     history = [{"date": "2026-01-01", "seconds": 100.0}, {"date": "2026-03-01", "seconds": 80.0}]
-    figures = [charts.staircase(headline, history, "others & co"), charts.curves(headline), charts.dots(headline)]
+    figures = [
+        charts.staircase(headline, history, "others & co"),
+        charts.curves(headline),
+        charts.dots(headline),
+    ]
     for figure in [*figures, charts.waterfall(headline)]:
         root = ElementTree.fromstring(figure)
         (svg,) = root.iter("svg")
         assert svg.get("role") == "img" and len(svg.get("aria-label") or "") > 30
-        numbers = [float(n) for e in svg.iter() for n in (e.get("x"), e.get("cx"), e.get("width")) if n]
+        numbers = [
+            float(n) for e in svg.iter() for n in (e.get("x"), e.get("cx"), e.get("width")) if n
+        ]
         assert all(0 <= number <= 360 for number in numbers)
     assert "others &amp; co: 80.0 s" in figures[0]
 
 
 def test_tracks_without_runs_come_last_in_every_view(records):
     names = {track["track"]: bool(track["entries"]) for track in judge.board(records)}
-    assert list(names) == ["fineweb/8xH100", "stdlib/cpu", "fineweb/1xGPU", "fineweb/steps"]  # their order: 1 4 2 3
+    # their order: 1 4 2 3
+    assert list(names) == ["fineweb/8xH100", "stdlib/cpu", "fineweb/1xGPU", "fineweb/steps"]
     html, _ = made(records)
-    assert [html.index(f'<section id="track-{name.replace("/", "-")}"') for name in names] == sorted(
+    assert [
         html.index(f'<section id="track-{name.replace("/", "-")}"') for name in names
-    )
+    ] == sorted(html.index(f'<section id="track-{name.replace("/", "-")}"') for name in names)
     assert html.count("no runs yet</small>") == 2
 
 
@@ -126,7 +158,9 @@ def test_one_record_is_no_course_over_time(records):
     headline = next(track for track in judge.board(records) if track["track"] == "fineweb/8xH100")
     best = headline | {"entries": headline["entries"][:1]}
     assert best["entries"][0]["valid"] and charts.staircase(best, [], "") == ""
-    assert charts.staircase(headline, [], "") and charts.staircase(best, [{"date": "2026-01-01", "seconds": 9.0}], "x")
+    assert charts.staircase(headline, [], "") and charts.staircase(
+        best, [{"date": "2026-01-01", "seconds": 9.0}], "x"
+    )
 
 
 def test_figures_of_nothing_are_nothing(records):
@@ -154,7 +188,10 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     best = judge.board(records)[0]["entries"][0]
     on = f"{best['devices']['count']} x {best['devices']['kind']}"
     loss = f"{sum(run['val_loss'] for run in best['runs']) / 8:.4f}"
-    assert f"| {best['seconds']['mean']:,.0f} s on `{on}` | `r012` | {loss} | 8 |" in row and "old" not in text
+    assert (
+        f"| {best['seconds']['mean']:,.0f} s on `{on}` | `r012` | {loss} | 8 |" in row
+        and "old" not in text
+    )
     assert page.contents(records, RULE, tmp_path / "site", path)[path] == text
     path.write_text("no markers")
     with pytest.raises(BadInput, match="lacks the markers"):
@@ -164,7 +201,8 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
 
 @pytest.mark.slow
 def test_ten_thousand_runs(tmp_path):
-    """Ten times the runs are verified and shown in at most twice ten times the processor's seconds."""
+    """Ten times the runs are verified and shown in at most twice ten times the processor's
+    seconds."""
 
     def shown(folder: Path, part: int) -> tuple[str, float]:
         count = many_records.fill(folder, "fineweb/8xH100", 700 // part, 8)
@@ -173,7 +211,10 @@ def test_ten_thousand_runs(tmp_path):
         shutil.copy(REPOSITORY / "records" / "history" / "modded-nanogpt.csv", folder / "history")
         began = time.process_time()
         records = store.read(folder)
-        assert verify.verify(records, many_records.NOW) == [] and len(records.rows) == count == 10_000 // part
+        assert (
+            verify.verify(records, many_records.NOW) == []
+            and len(records.rows) == count == 10_000 // part
+        )
         html, _ = made(records)
         return html, time.process_time() - began
 

@@ -1,4 +1,5 @@
-"""The page in headless Chromium: no network requests, no errors; it sorts and opens by mouse and keys; axe-core passes.
+"""The page in headless Chromium: no network requests, no errors; it sorts and opens by mouse and
+keys; axe-core passes.
 
 Run by `make test-page`.
 """
@@ -16,10 +17,14 @@ from jspeed.record import store
 
 from . import chromium, many_records
 
-# Marks, because pytest takes a module that skips itself for no tests at all, and that for a failure.
+# Marks, because pytest takes a module that skips itself for no tests at all, and that for a
+# failure.
 pytestmark = [
     pytest.mark.skipif("JSPEED_TEST_PAGE" not in os.environ, reason="run by make test-page"),
-    pytest.mark.skipif(chromium.binary() is None, reason=f"no Chromium: none of {', '.join(chromium.NAMES)} is here"),
+    pytest.mark.skipif(
+        chromium.binary() is None,
+        reason=f"no Chromium: none of {', '.join(chromium.NAMES)} is here",
+    ),
 ]
 SIZES = [(390, False), (390, True), (1280, False), (1280, True)]
 
@@ -40,15 +45,24 @@ def tab():
 
 
 def order(tab) -> list[str]:
-    rows = "[...document.querySelectorAll('#track-fineweb-8xH100 tbody')].map(b => b.rows[0].cells[1].innerText)"
+    rows = (
+        "[...document.querySelectorAll('#track-fineweb-8xH100 tbody')].map(b =>"
+        " b.rows[0].cells[1].innerText)"
+    )
     return tab.run(f"{rows}.filter(Boolean)")
 
 
 def test_it_loads_from_disk_and_nothing_else(tab, site):
     tab.open(site)
-    asked = [e["params"]["request"]["url"] for e in tab.events if e.get("method") == "Network.requestWillBeSent"]
+    asked = [
+        e["params"]["request"]["url"]
+        for e in tab.events
+        if e.get("method") == "Network.requestWillBeSent"
+    ]
     assert asked == [site.resolve().as_uri()]
-    wrong = [e for e in tab.events if e.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")]
+    wrong = [
+        e for e in tab.events if e.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")
+    ]
     said = [e for e in tab.events if e.get("method") == "Runtime.consoleAPICalled"]
     assert wrong == said == []
     assert tab.run("document.title") == page.TITLE
@@ -59,7 +73,12 @@ def test_markup_shows_as_text(tab, site):
     assert tab.run("document.querySelectorAll('main b, main i, main img, main script').length") == 0
     assert tab.run("document.title") == page.TITLE, "a device's name ran"
     text = tab.run("document.body.textContent")
-    for expected in ('<b>markup</b> & "quotes" in a title', "<img src=x onerror=", "</details><script>1", "<i>of</i>"):
+    for expected in (
+        '<b>markup</b> & "quotes" in a title',
+        "<img src=x onerror=",
+        "</details><script>1",
+        "<i>of</i>",
+    ):
         assert expected in text
 
 
@@ -71,7 +90,8 @@ def test_it_sorts_by_click_and_by_key(tab, site):
     assert tab.run(state) is None
     tab.click(heads.format(3) + " button")
     times = tab.run(
-        "[...document.querySelectorAll('#track-fineweb-8xH100 tbody')].map(b => b.rows[0].cells[2].dataset.v)"
+        "[...document.querySelectorAll('#track-fineweb-8xH100 tbody')].map(b =>"
+        " b.rows[0].cells[2].dataset.v)"
     )
     times = [float(value) for value in times if value]
     assert times == sorted(times) and tab.run(state) == "ascending" and order(tab) != before
@@ -86,7 +106,8 @@ def test_it_sorts_by_click_and_by_key(tab, site):
     assert order(tab) == sorted(before)
     # An entry's second row went with its first.
     second = (
-        "[...document.querySelectorAll('#track-fineweb-8xH100 table.board > tbody')].every(b => b.rows.length >= 2)"
+        "[...document.querySelectorAll('#track-fineweb-8xH100 table.board > tbody')].every(b =>"
+        " b.rows.length >= 2)"
     )
     assert tab.run(second)
 
@@ -96,7 +117,10 @@ def test_details_open_by_click_and_by_key(tab, site):
     is_open = "document.querySelector('.board details').open"
     assert not tab.run(is_open)
     tab.click(".board summary")
-    assert tab.run(is_open) and tab.run("document.querySelector('.board details pre').offsetHeight") > 50
+    assert (
+        tab.run(is_open)
+        and tab.run("document.querySelector('.board details pre').offsetHeight") > 50
+    )
     tab.press("Enter")
     assert not tab.run(is_open)
     tab.press(" ")
@@ -111,8 +135,17 @@ def test_everything_is_reached_by_the_tab_key_in_order(tab, site):
     seen = []
     for _ in range(12):
         tab.press("Tab")
-        seen.append(tab.run("document.activeElement.tagName + ' ' + document.activeElement.textContent.slice(0, 20)"))
-    assert seen[0] == "A leaderboard.json" and seen[1] == "A fineweb/8xH100" and "BUTTON recipe" in seen
+        seen.append(
+            tab.run(
+                "document.activeElement.tagName + ' ' +"
+                " document.activeElement.textContent.slice(0, 20)"
+            )
+        )
+    assert (
+        seen[0] == "A leaderboard.json"
+        and seen[1] == "A fineweb/8xH100"
+        and "BUTTON recipe" in seen
+    )
 
 
 @pytest.mark.parametrize(("width", "dark"), SIZES)
@@ -148,11 +181,17 @@ def test_axe_finds_nothing(tab, site, width, dark):
         tab.open(site)
         tab.run("document.querySelectorAll('details').forEach((d, n) => d.open = n < 6)")
         tab.run(script.read_text() + ";0")
-        rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+        rules = {
+            "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+        }
         found = tab.run(
-            f"axe.run(document, {json.dumps(rules)}).then(r => ({{bad: r.violations, good: r.passes.length}}))"
+            f"axe.run(document, {json.dumps(rules)}).then(r => ({{bad: r.violations, good:"
+            " r.passes.length}))"
         )
     finally:
         tab.call("Page.setBypassCSP", enabled=False)
-    assert [(v["id"], v["nodes"][0]["html"][:200], v["nodes"][0]["failureSummary"]) for v in found["bad"]] == []
+    assert [
+        (v["id"], v["nodes"][0]["html"][:200], v["nodes"][0]["failureSummary"])
+        for v in found["bad"]
+    ] == []
     assert found["good"] > 20

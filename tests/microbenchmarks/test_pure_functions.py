@@ -1,6 +1,7 @@
 """Micro-benchmarks on one core: loader batches, tokenisation, statistics, HLO parsing.
 
-Timings decide nothing here: pytest-benchmark prints and compares them, the asserts are about results.
+Timings decide nothing here: pytest-benchmark prints and compares them, the asserts are about
+results.
 """
 
 from pathlib import Path
@@ -31,7 +32,10 @@ def shards(tmp_path_factory):
     facts = {"tokenizer": "gpt2", "vocab_size": BOS + 1, "bos_id": BOS, "source": {}}
     write_folder(
         out,
-        [EncodedDocuments("train", tokens, lengths), EncodedDocuments("val", tokens[:500], lengths[:1])],
+        [
+            EncodedDocuments("train", tokens, lengths),
+            EncodedDocuments("val", tokens[:500], lengths[:1]),
+        ],
         facts,
         "random",
     )
@@ -46,7 +50,13 @@ def text():
 @pytest.mark.parametrize("align", [None, "bos"])
 def test_batches_through_pyo3(benchmark, shards, align):
     """131,072 tokens a batch, tables of documents included."""
-    schedule = {"lanes": LANES, "lane_len": LANE_LEN, "bos_id": BOS, "vocab_size": BOS + 1, "align": align}
+    schedule = {
+        "lanes": LANES,
+        "lane_len": LANE_LEN,
+        "bos_id": BOS,
+        "vocab_size": BOS + 1,
+        "align": align,
+    }
     with TokenLoader(shards, **schedule, epochs=None, prefetch=0) as loader:
         batch = benchmark(lambda: next(loader))
     assert batch.tokens.shape == (LANES, LANE_LEN + 1) and batch.tokens.max() <= BOS
@@ -67,7 +77,9 @@ def test_statistics_of_two_recipes(benchmark):
     a, b = (tuple(rng.normal(mean, 0.001, 40)) for mean in (3.279, 3.281))
 
     def compared():
-        return stats.t_below(float(np.mean(a)), float(np.std(a, ddof=1)), 40, 3.28), stats.unpaired_ratio(a, b)
+        return stats.t_below(
+            float(np.mean(a)), float(np.std(a, ddof=1)), 40, 3.28
+        ), stats.unpaired_ratio(a, b)
 
     below, ratio = benchmark(compared)
     assert below.p < 0.01 and ratio.low > 1
@@ -81,7 +93,10 @@ def test_reading_of_hlo(benchmark):
             x = jnp.tanh(x @ w[n]) + x
         return jnp.sum(x)
 
-    shapes = jax.ShapeDtypeStruct((20, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((20, 64, 64), jnp.float32),
+        jax.ShapeDtypeStruct((8, 64), jnp.float32),
+    )
     program = jax.jit(jax.grad(layers)).lower(*shapes).compile().as_text()
     steps = benchmark(hlo.instructions.__wrapped__, program)  # without its cache
     assert len(steps) > 150 and any(step.opcode == "dot" for step in steps)

@@ -1,4 +1,5 @@
-"""Attention and its gradients in float64 NumPy, with a dense mask: the oracle of every attention test."""
+"""Attention and its gradients in float64 NumPy, with a dense mask: the oracle of every attention
+test."""
 
 import numpy as np
 
@@ -21,7 +22,8 @@ def forward(q, k, v, scale, seen):
 
 
 def backward(q, k, v, scale, seen, dout, near=True):
-    """Gradients with respect to q, k, v, from the scores and to the values where ``near``, bool ``[T, T]``."""
+    """Gradients with respect to q, k, v, from the scores and to the values where ``near``, bool
+    ``[T, T]``."""
     _, w = forward(q, k, v, scale, seen)
     dv = np.einsum("bhts,bthk->bshk", w * near, dout)
     dw = np.einsum("bthk,bshk->bhts", dout, v)

@@ -1,4 +1,5 @@
-"""Attention against a dense float64 mask, forward and backward, for borders and windows anywhere."""
+"""Attention against a dense float64 mask, forward and backward, for borders and windows
+anywhere."""
 
 import importlib.util
 import re
@@ -72,7 +73,8 @@ def test_agrees_with_dense_mask(path, data, length, window, block):
 
 @pytest.mark.parametrize(("window", "near"), [(None, 3), (9, 3), (9, 20)])
 def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
-    """As a backward kernel has them that skips blocks: weights, and the mean that softmax subtracts, are of all."""
+    """As a backward kernel has them that skips blocks: weights, and the mean that softmax
+    subtracts, are of all."""
     tokens = np.ones((2, 27), int)
     tokens[0, [0, 6, 20]] = BOS
     q, k, v, dout = normal(2, 27, 1, 4)
@@ -80,7 +82,9 @@ def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
 
     @jax.jit
     def both(q, k, v, dout):
-        call = partial(attention, scale=0.3, documents=documents, window=window, gradient_window=near)
+        call = partial(
+            attention, scale=0.3, documents=documents, window=window, gradient_window=near
+        )
         out, back = jax.vjp(call, q, k, v)
         return out, back(dout)
 
@@ -103,7 +107,10 @@ def test_bfloat16_and_no_documents(blocks_of_8, window):
 
     exact = [x.astype(np.float64) for x in (q, k, v)]
     seen = dense.mask(np.ones((2, 27), int), BOS, window)
-    expected = dense.forward(*exact, 0.3, seen)[0], *dense.backward(*exact, 0.3, seen, dout.astype(np.float64))
+    expected = (
+        dense.forward(*exact, 0.3, seen)[0],
+        *dense.backward(*exact, 0.3, seen, dout.astype(np.float64)),
+    )
     for found, wanted in zip(both(q, k, v, dout), expected, strict=True):
         assert found.dtype == jnp.bfloat16
         assert dense.distance(found, wanted) < 0.01
@@ -141,10 +148,15 @@ def test_no_scores_larger_than_block_by_window(window):
 
 
 def backward_program(length, window):
-    x, tokens = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, length), jnp.uint16)
+    x, tokens = (
+        jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32),
+        jax.ShapeDtypeStruct((1, length), jnp.uint16),
+    )
 
     def loss(q, k, v, tokens):
-        return attention(q, k, v, scale=1.0, documents=find_documents(tokens, BOS, 64), window=window).sum()
+        return attention(
+            q, k, v, scale=1.0, documents=find_documents(tokens, BOS, 64), window=window
+        ).sum()
 
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, tokens)
 
@@ -163,7 +175,8 @@ def test_memory_is_less_than_the_scores():
 
 @pytest.mark.parametrize("model", [1, 2])
 def test_on_a_mesh(blocks_of_8, model):
-    """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same rows."""
+    """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same
+    rows."""
     axes = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[: 2 * model]}
     mesh = jax.make_mesh((2, model), ("data", "model"), **axes)
     tokens = np.where(np.arange(80).reshape(4, 20) % 9 == 5, BOS, 1)
@@ -175,8 +188,12 @@ def test_on_a_mesh(blocks_of_8, model):
         return attention(*qkv, scale=0.3, documents=documents, window=6) ** 2
 
     rows = P("data")
-    spread = jax.shard_map(loss, mesh=mesh, in_specs=(rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False)
-    here, there = (jax.jit(jax.grad(lambda x, f=f: f(x, tokens).sum()))((q, k, v)) for f in (loss, spread))
+    spread = jax.shard_map(
+        loss, mesh=mesh, in_specs=(rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False
+    )
+    here, there = (
+        jax.jit(jax.grad(lambda x, f=f: f(x, tokens).sum()))((q, k, v)) for f in (loss, spread)
+    )
     for one, other in zip(here, there, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -196,7 +213,9 @@ def test_find_documents(data, case):
     tokens = data.draw(borders(shape, 5))
     found = FIND(tokens.astype(np.uint16), BOS, max_docs)
     assert found.ids.dtype == found.offsets.dtype == jnp.int32
-    for row, ids, offsets in zip(tokens, np.asarray(found.ids), np.asarray(found.offsets), strict=True):
+    for row, ids, offsets in zip(
+        tokens, np.asarray(found.ids), np.asarray(found.offsets), strict=True
+    ):
         starts = pieces(row)
         np.testing.assert_array_equal(np.flatnonzero(np.diff(ids, prepend=-1)), starts)
         padded = starts + [len(row)] * (max_docs + 1)
@@ -207,11 +226,15 @@ def test_find_documents(data, case):
 def test_find_documents_never_scatters():
     tokens = jax.ShapeDtypeStruct((8, 8192), jnp.uint16)
     program = jax.jit(lambda x: find_documents(x, BOS, 64)).lower(tokens)
-    assert not re.search(r"\bscatter\(", program.compile().as_text()) and "stablehlo.scatter" not in program.as_text()
+    assert (
+        not re.search(r"\bscatter\(", program.compile().as_text())
+        and "stablehlo.scatter" not in program.as_text()
+    )
 
 
 def packed_mask(lengths, starts, length):
-    """What cuDNN makes of packed lanes: all that is not -1 moves left, a start and a length are a document."""
+    """What cuDNN makes of packed lanes: all that is not -1 moves left, a start and a length are a
+    document."""
     lanes = lengths.shape[0]
     seen = np.zeros((lanes, length, length), bool)
     flat = np.where(starts >= 0, starts + length * np.arange(lanes)[:, None], -1)
@@ -224,12 +247,19 @@ def packed_mask(lengths, starts, length):
 
 @partial(jax.jit, static_argnums=1)
 def cudnn_arguments(tokens, max_docs):
-    """The kernels' arguments, and what JAX computes of them for cuDNN: starts in elements, unused slots at the end."""
+    """The kernels' arguments, and what JAX computes of them for cuDNN: starts in elements, unused
+    slots at the end."""
     offsets = find_documents(tokens, BOS, max_docs).offsets
     lengths, starts = attention_backends.cudnn_slots(offsets, tokens.shape[1])
     x = jnp.zeros((*tokens.shape, 2, 8))
     by_jax = fused._fix_seqlen_offsets(lengths, lengths, starts, starts, x, x)
-    return lengths, starts, by_jax[0], by_jax[2], attention_backends.flat_bounds(offsets, tokens.shape[1])
+    return (
+        lengths,
+        starts,
+        by_jax[0],
+        by_jax[2],
+        attention_backends.flat_bounds(offsets, tokens.shape[1]),
+    )
 
 
 @many
@@ -237,17 +267,23 @@ def cudnn_arguments(tokens, max_docs):
 def test_kernels_are_told_the_same_mask(data, case):
     shape, max_docs = case
     tokens, length = data.draw(borders(shape, 5)), shape[1]
-    lengths, starts, jax_lengths, jax_starts, bounds = map(np.asarray, cudnn_arguments(tokens, max_docs))
+    lengths, starts, jax_lengths, jax_starts, bounds = map(
+        np.asarray, cudnn_arguments(tokens, max_docs)
+    )
 
     assert lengths.shape[1] == max(max_docs, 2) and starts.shape[1] == lengths.shape[1] + 1
     causal = np.tril(np.ones((length, length), bool))
-    np.testing.assert_array_equal(packed_mask(lengths, starts, length) & causal, dense.mask(tokens, BOS, None))
+    np.testing.assert_array_equal(
+        packed_mask(lengths, starts, length) & causal, dense.mask(tokens, BOS, None)
+    )
     flat = [lane * length + start for lane, row in enumerate(tokens) for start in pieces(row)]
     np.testing.assert_array_equal(jax_starts.ravel()[: len(flat)], np.multiply(flat, 2 * 8))
     np.testing.assert_array_equal(jax_lengths.ravel()[: len(flat)], np.diff([*flat, tokens.size]))
     assert not jax_lengths.ravel()[len(flat) :].any()
 
-    assert bounds[0] == 0 and bounds[-1] == tokens.size and len(bounds) == len(tokens) * max_docs + 1
+    assert (
+        bounds[0] == 0 and bounds[-1] == tokens.size and len(bounds) == len(tokens) * max_docs + 1
+    )
     np.testing.assert_array_equal(np.unique(bounds), [*flat, tokens.size])
     assert (np.diff(bounds) >= 0).all()
 
@@ -256,17 +292,33 @@ def test_kernels_are_told_the_same_mask(data, case):
 def fake_cudnn(monkeypatch):
     """In the place of cuDNN: dense attention with the mask that the arguments say."""
 
-    def stand_in(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
+    def stand_in(
+        q,
+        k,
+        v,
+        *,
+        q_seqlen,
+        kv_seqlen,
+        q_offsets,
+        kv_offsets,
+        scale,
+        mask_type,
+        sliding_window_length,
+    ):
         length = q.shape[1]
         t, s = np.arange(length)[:, None], np.arange(length)[None, :]
-        seen = np.broadcast_to((s <= t) & (t - s < (sliding_window_length or length)), (len(q), length, length))
+        seen = np.broadcast_to(
+            (s <= t) & (t - s < (sliding_window_length or length)), (len(q), length, length)
+        )
         if q_offsets is not None:
             assert mask_type == fused.MaskType.PADDING_CAUSAL
             assert kv_seqlen is q_seqlen and kv_offsets is q_offsets
             seen = seen & packed_mask(np.asarray(q_seqlen), np.asarray(q_offsets), length)
         else:
             assert mask_type == fused.MaskType.CAUSAL and q_seqlen is None
-        return jnp.asarray(dense.forward(*(np.asarray(x, np.float64) for x in (q, k, v)), scale, seen)[0], q.dtype)
+        return jnp.asarray(
+            dense.forward(*(np.asarray(x, np.float64) for x in (q, k, v)), scale, seen)[0], q.dtype
+        )
 
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 92800)
     monkeypatch.setattr(fused, "dot_product_attention", stand_in)
@@ -300,7 +352,8 @@ def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("documents_of", [0.05, 0.6])
 def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
-    """Output and gradients of normalised heads in fp32, to its rounding; short documents and long ones."""
+    """Output and gradients of normalised heads in fp32, to its rounding; short documents and long
+    ones."""
     rng = np.random.default_rng(0)
     tokens = np.where(rng.uniform(size=(2, 90)) < documents_of, BOS, 1)
     documents = find_documents(jnp.asarray(tokens), BOS, 100)
@@ -329,12 +382,19 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
     documents = find_documents(jnp.asarray(tokens), BOS, 9, 16)
     q, k, v, _ = jnp.asarray(normal(2, 20, 2, 16))
     tags_BTHK = jnp.broadcast_to(tags(documents, 8)[:, :, None], (2, 20, 2, 8))
-    q, k = (jnp.concatenate([rms_norm(x[..., :8]), tags_BTHK], axis=-1).astype(jnp.bfloat16) for x in (q, k))
+    q, k = (
+        jnp.concatenate([rms_norm(x[..., :8]), tags_BTHK], axis=-1).astype(jnp.bfloat16)
+        for x in (q, k)
+    )
     call = partial(attention, q, k, v.astype(jnp.bfloat16), window=6, backend="cudnn", tagged=True)
-    expected = attention(*(x.astype(jnp.float32) for x in (q, k)), v, scale=0.3, documents=documents, window=6)
+    expected = attention(
+        *(x.astype(jnp.float32) for x in (q, k)), v, scale=0.3, documents=documents, window=6
+    )
     assert dense.distance(call(scale=0.3, documents=documents), expected) < 0.01
     overflown = find_documents(jnp.asarray(tokens), BOS, 3)
-    np.testing.assert_array_equal(np.isnan(call(scale=0.3, documents=overflown)).any(axis=(1, 2, 3)), [True, False])
+    np.testing.assert_array_equal(
+        np.isnan(call(scale=0.3, documents=overflown)).any(axis=(1, 2, 3)), [True, False]
+    )
     with pytest.raises(BadInput, match="by 0.992 at scale 0.002; 30 are needed"):
         call(scale=0.002, documents=documents)
     with pytest.raises(BadInput, match="3 channels tell 8 documents apart, found 9 slots"):
@@ -346,7 +406,9 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
 def test_fa4_call(monkeypatch, max_docs, window):
     if importlib.util.find_spec("fa4_jax") is None:
         pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
-    monkeypatch.setattr(attention_backends, "fa4", partial(attention_backends.fa4, implementation="reference"))
+    monkeypatch.setattr(
+        attention_backends, "fa4", partial(attention_backends.fa4, implementation="reference")
+    )
     tokens = np.ones((2, 20), int)
     tokens[0, [0, 6, 7, 15]] = tokens[1, [3, 19]] = BOS
     documents = find_documents(jnp.asarray(tokens), BOS, max_docs) if max_docs else None
@@ -360,7 +422,9 @@ def test_fa4_call(monkeypatch, max_docs, window):
         return out, *back(dout)
 
     overflown = max_docs == 3
-    for name, found, expected in zip(("out", "dq", "dk", "dv"), call("fa4"), call("xla"), strict=True):
+    for name, found, expected in zip(
+        ("out", "dq", "dk", "dv"), call("fa4"), call("xla"), strict=True
+    ):
         found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
         if overflown:
             assert np.isnan(found[0]).all()
@@ -381,18 +445,37 @@ def test_fa4_call(monkeypatch, max_docs, window):
         ({"backend": "cudnn", "lanes": 2**20}, "counts elements in int32"),
         ({"backend": "cudnn", "max_docs": None}, "give find_documents a max_docs"),
         ({"backend": "fa4", "max_docs": None}, "give find_documents a max_docs"),
-        ({"backend": "splash", "dtype": jnp.float16}, "'splash' takes bfloat16, found q in float16"),
+        (
+            {"backend": "splash", "dtype": jnp.float16},
+            "'splash' takes bfloat16, found q in float16",
+        ),
         ({"backend": "splash", "width": 12}, "head widths .* found 12"),
     ],
 )
 def test_refuses(change, words):
-    given = {"backend": "xla", "dtype": jnp.bfloat16, "width": 64, "window": None, "max_docs": 4, "lanes": 2, **change}
+    given = {
+        "backend": "xla",
+        "dtype": jnp.bfloat16,
+        "width": 64,
+        "window": None,
+        "max_docs": 4,
+        "lanes": 2,
+        **change,
+    }
     x = jax.ShapeDtypeStruct((given["lanes"], 16, 2, given["width"]), given["dtype"])
     tokens = jax.ShapeDtypeStruct((given["lanes"], 16), jnp.int32)
 
     def call(x, tokens):
         documents = find_documents(tokens, BOS, given["max_docs"])
-        return attention(x, x, x, scale=1.0, documents=documents, window=given["window"], backend=given["backend"])
+        return attention(
+            x,
+            x,
+            x,
+            scale=1.0,
+            documents=documents,
+            window=given["window"],
+            backend=given["backend"],
+        )
 
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(call, x, tokens)

@@ -40,7 +40,8 @@ def test_layers_steps_rows_and_seeds_have_masks_of_their_own():
 
 
 def test_a_sharded_mask_is_that_of_one_device():
-    """Rows over ``data`` by ``shard_map``, as the step has them, and channels over ``model`` by the compiler."""
+    """Rows over ``data`` by ``shard_map``, as the step has them, and channels over ``model`` by the
+    compiler."""
     mesh, rows = mesh_of(data=4, model=2), PartitionSpec("data")
 
     def on_device(x):
@@ -49,7 +50,9 @@ def test_a_sharded_mask_is_that_of_one_device():
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(None, None, "model"))
         return dropout(x, keys, 0.5)[0]
 
-    spread = jax.shard_map(on_device, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False)
+    spread = jax.shard_map(
+        on_device, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False
+    )
     x = jax.random.normal(jax.random.key(0), (8, 16, 64))
     found = jax.jit(spread)(jax.device_put(x, NamedSharding(mesh, rows)))
     x, keys = dropout(x, row_keys(3, jnp.int32(5), 0, 8), 0.1)
@@ -63,13 +66,17 @@ def test_without_a_rate_nothing_changes():
 
 
 def test_a_recipe_drops_in_training_and_not_in_evaluation():
-    with_it, without = (find("nanogpt", [*TOYS["nanogpt"], f"DROPOUT={rate}"]).recipe for rate in (0.2, 0.0))
+    with_it, without = (
+        find("nanogpt", [*TOYS["nanogpt"], f"DROPOUT={rate}"]).recipe for rate in (0.2, 0.0)
+    )
     params = init_parameters(with_it.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
 
     def losses(recipe, **now):
         ctx = Context(recipe.stages[0], **now)
-        return np.asarray(jax.jit(lambda p: recipe.loss(p, tokens, tokens, jnp.ones((2, 16)), ctx)[1])(params))
+        return np.asarray(
+            jax.jit(lambda p: recipe.loss(p, tokens, tokens, jnp.ones((2, 16)), ctx)[1])(params)
+        )
 
     evaluated = losses(with_it, training=False)
     np.testing.assert_array_equal(evaluated, losses(with_it, training=False, step=7))

@@ -35,7 +35,9 @@ SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
 def rounded(a, scale, dtype) -> np.ndarray:
     """``a / scale`` as an 8-bit float, in float64; ml_dtypes rounds, the clip is ours."""
     limit = float(ml_dtypes.finfo(dtype).max)
-    return np.clip(np.asarray(a, np.float64) / scale, -limit, limit).astype(dtype).astype(np.float64)
+    return (
+        np.clip(np.asarray(a, np.float64) / scale, -limit, limit).astype(dtype).astype(np.float64)
+    )
 
 
 @partial(jax.jit, static_argnums=3)
@@ -49,7 +51,9 @@ def products(x, w, g, scales):
 def case():
     rng = np.random.default_rng(0)
     shapes = ((2, 5, 32), 1), ((48, 32), 0.5), ((2, 5, 48), 0.1)
-    return [jnp.asarray((size * rng.normal(size=shape)).astype(np.float32)) for shape, size in shapes]
+    return [
+        jnp.asarray((size * rng.normal(size=shape)).astype(np.float32)) for shape, size in shapes
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)])
@@ -59,7 +63,10 @@ def test_product_and_gradients(case, dtype, tolerance):
     y, dx, dw = products(x, w, g, SCALES)
     # Divisors are numbers of the product's dtype.
     scales = Scales(*(float(np.asarray(scale, dtype)) for scale in SCALES))
-    xq, wq = rounded(x, scales.x, ml_dtypes.float8_e4m3fn), rounded(w, scales.w, ml_dtypes.float8_e4m3fn)
+    xq, wq = (
+        rounded(x, scales.x, ml_dtypes.float8_e4m3fn),
+        rounded(w, scales.w, ml_dtypes.float8_e4m3fn),
+    )
     gq = rounded(g, scales.grad, ml_dtypes.float8_e5m2)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
     expected = (
@@ -71,7 +78,8 @@ def test_product_and_gradients(case, dtype, tolerance):
         np.testing.assert_allclose(
             found.astype(jnp.float32), value, rtol=tolerance, atol=tolerance * np.abs(value).max()
         )
-        # Neither larger nor smaller on average. Without FP8 hardware the widened operands are rounded to the dtype.
+        # Neither larger nor smaller on average. Without FP8 hardware the widened operands are
+        # rounded to the dtype.
         ratio = np.vdot(found.astype(jnp.float32), value) / np.vdot(value, value)
         assert ratio == pytest.approx(1, abs=1e-6 if dtype == jnp.float32 else 1.5e-3)
     # And near the product that was asked for.
@@ -88,17 +96,25 @@ def test_without_scales_it_is_the_plain_product(case, dtype):
     x64, g64 = np.asarray(x, np.float64), np.asarray(g, np.float64)
     w64 = np.asarray(w.astype(dtype), np.float64)
     tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
-    np.testing.assert_allclose(np.asarray(y, np.float64), x64 @ w64.T, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(dx, np.float64), g64 @ w64, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), x64 @ w64.T, rtol=tolerance, atol=tolerance
+    )
+    np.testing.assert_allclose(
+        np.asarray(dx, np.float64), g64 @ w64, rtol=tolerance, atol=tolerance
+    )
     # The weight's gradient is fp32, not a bf16 number in an fp32 array.
     np.testing.assert_allclose(dw, np.einsum("btv,btd->vd", g64, x64), rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_saturates():
     far = jnp.asarray([1e6, -1e6, jnp.inf, 449.0, -460.0, 1.0])
-    np.testing.assert_array_equal(quantise(far, 1.0, E4M3).astype(jnp.float32), [448, -448, 448, 448, -448, 1])
+    np.testing.assert_array_equal(
+        quantise(far, 1.0, E4M3).astype(jnp.float32), [448, -448, 448, 448, -448, 1]
+    )
     limit = float(jnp.finfo(E5M2).max)
-    np.testing.assert_array_equal(quantise(far, 1.0, E5M2).astype(jnp.float32), [limit, -limit, limit, 448, -448, 1])
+    np.testing.assert_array_equal(
+        quantise(far, 1.0, E5M2).astype(jnp.float32), [limit, -limit, limit, 448, -448, 1]
+    )
     assert np.isnan(quantise(jnp.asarray([jnp.nan]), 1.0, E4M3).astype(jnp.float32)).all()
     x, w = jnp.full((3, 16), 1e9), jnp.full((8, 16), -1e9)
     assert all(np.isfinite(a).all() for a in products(x, w, jnp.full((3, 8), 1e9), SCALES))
@@ -112,7 +128,8 @@ def test_small_gradients_survive_what_e4m3_would_lose():
 
 @pytest.mark.parametrize("given", [None, 0.004])
 def test_forward_product_in_fp8_has_the_gradients_of_the_plain_one(case, given):
-    """Scales are measured but for one that is given, here too small, so that some of ``x`` is clipped."""
+    """Scales are measured but for one that is given, here too small, so that some of ``x`` is
+    clipped."""
     x, w, g = case
     scale = None if given is None else jnp.float32(given)
     y, pull = jax.vjp(jax.jit(lambda x, w: forward_matmul(x, w, scale)), x, w)
@@ -127,7 +144,8 @@ def test_forward_product_in_fp8_has_the_gradients_of_the_plain_one(case, given):
 
 @pytest.mark.parametrize("before", [0.0, 0.3, 0.001])
 def test_gradients_in_fp8_by_what_the_step_before_measured(case, before):
-    """Nothing measured yet; as much as now; a gradient that has grown past the margin and is clipped."""
+    """Nothing measured yet; as much as now; a gradient that has grown past the margin and is
+    clipped."""
     x, w, g = case
     most = np.abs(g).max()
     _, pull = jax.vjp(lambda *arrays: measured_matmul(*arrays, 0.5), x, w, jnp.float32(before))
@@ -138,7 +156,8 @@ def test_gradients_in_fp8_by_what_the_step_before_measured(case, before):
     gq = rounded(g, scale, ml_dtypes.float8_e5m2) * scale
     assert float(found) == pytest.approx(0.5 * np.abs(gq).max())
     xq, wq = (
-        rounded(a, s, ml_dtypes.float8_e4m3fn) * s for a, s in ((x, np.abs(x).max() / 448), (w, np.abs(w).max() / 448))
+        rounded(a, s, ml_dtypes.float8_e4m3fn) * s
+        for a, s in ((x, np.abs(x).max() / 448), (w, np.abs(w).max() / 448))
     )
     np.testing.assert_allclose(dx, gq @ wq, atol=1e-4)
     np.testing.assert_allclose(dw, np.einsum("btv,btd->vd", gq, xq), atol=1e-4)
@@ -168,7 +187,10 @@ def test_a_watched_maximum_is_what_the_parameter_becomes():
 
 def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation():
     rng = np.random.default_rng(0)
-    x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 6, 16), (16, 64), (16, 64)))
+    x, up, down = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 6, 16), (16, 64), (16, 64))
+    )
 
     def total(x, up, down, largest):
         return jnp.sum(mlp(x, up, down, largest=largest, share=0.5) ** 2)
@@ -181,14 +203,18 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
     *narrow, largest = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, jnp.float32(h.max()))
     wide = jax.grad(total, argnums=(0, 1, 2))(x, up, down, None)
     assert float(largest) == pytest.approx(0.5 * h.max(), rel=0.1)
-    # The gradients are too large for a scale of 1: the first step measures them, clipped on the way.
+    # The gradients are too large for a scale of 1: the first step measures them, clipped on the
+    # way.
     before = jnp.float32([h.max(), 0, 0])
     for _ in range(2):
         *narrower, watched = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, before)
         before = jnp.concatenate([before[:1], 2 * watched[1:]])
     for one, two, wanted in zip(narrow, narrower, wide, strict=True):
         for found in (one, two):
-            assert float(jnp.vdot(found, wanted) / jnp.linalg.norm(found) / jnp.linalg.norm(wanted)) > 0.99
+            assert (
+                float(jnp.vdot(found, wanted) / jnp.linalg.norm(found) / jnp.linalg.norm(wanted))
+                > 0.99
+            )
         assert np.abs(one - two).max() > 0
     assert float(watched[0]) == float(largest) and (watched[1:] > 0).all()
 
@@ -210,20 +236,25 @@ def test_mlp_in_own_kernels_is_the_other_one_to_rounding(monkeypatch):
 
     one, two = found(True), found(False)
     for a, b in zip(one, two, strict=True):
-        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)  # as FP8 rounds
+        # as FP8 rounds
+        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)
     assert one[4] == two[4] > 50  # half of the largest activation
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels that round, by JAX's interpreters; in ``calls`` the shapes that each was asked for."""
+    """The kernels that round, by JAX's interpreters; in ``calls`` the shapes that each was asked
+    for."""
     calls = []
 
     def put(module, name, interpret):
         def run(*arrays):
             calls.append((name, arrays[0].shape))
-            # The interpreter runs JAX itself, and hangs if more has been sent to its device meanwhile.
-            return jax.block_until_ready(kernel(*jax.block_until_ready(arrays), interpret=interpret))
+            # The interpreter runs JAX itself, and hangs if more has been sent to its device
+            # meanwhile.
+            return jax.block_until_ready(
+                kernel(*jax.block_until_ready(arrays), interpret=interpret)
+            )
 
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, run)
@@ -239,7 +270,10 @@ def interpreted(monkeypatch):
 def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before, rows):
     """Where sizes are whole blocks; where they are not it is the plain path."""
     rng = np.random.default_rng(0)
-    x, w, g = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((*rows, 256), (128, 256), (*rows, 128)))
+    x, w, g = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16)
+        for s in ((*rows, 256), (128, 256), (*rows, 128))
+    )
 
     def found(own_kernels):
         run = partial(measured_matmul, share=0.5, own_kernels=own_kernels)
@@ -249,7 +283,8 @@ def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before,
     one, two = found(True), found(False)
     assert interpreted == ([] if rows[1] == 60 else [("cast", (256, 128))])
     for a, b in zip(one, two, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-8 * np.abs(b).max())  # sums in another order
+        # sums in another order
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-8 * np.abs(b).max())
     np.testing.assert_array_equal(one[0], two[0])
     assert one[3] == two[3] > 0.01
 
@@ -264,19 +299,33 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
 
     def found(own_kernels, largest=largest):
         def run(x, up, down, largest):
-            return mlp(x, up, down, largest=largest, share=0.5, x_largest=x_largest, own_kernels=own_kernels)
+            return mlp(
+                x,
+                up,
+                down,
+                largest=largest,
+                share=0.5,
+                x_largest=x_largest,
+                own_kernels=own_kernels,
+            )
 
         y, pull = jax.vjp(run, x, up, down, largest)
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 
     one, two, plain = found(True), found(False), found(False, None)
     assert interpreted == [
-        (name, (256, 128)) for name in ("squared_relu_matmul_fp8", "cast", "squared_relu_gradient_fp8")
+        (name, (256, 128))
+        for name in ("squared_relu_matmul_fp8", "cast", "squared_relu_gradient_fp8")
     ]
     for a, b, exact in zip(one[:4], two[:4], plain[:4], strict=True):
-        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.08 * np.linalg.norm(b)  # as FP8 rounds
+        # as FP8 rounds
+        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.08 * np.linalg.norm(b)
         # What FP8 costs anyway is hardly made more.
-        assert np.linalg.norm(a - exact) < 1.1 * np.linalg.norm(b - exact) < 0.2 * np.linalg.norm(exact)
+        assert (
+            np.linalg.norm(a - exact)
+            < 1.1 * np.linalg.norm(b - exact)
+            < 0.2 * np.linalg.norm(exact)
+        )
     assert one[4][0] == pytest.approx(two[4][0], rel=2**-6)  # the other is rounded to bf16, twice
     assert one[4][2] == two[4][2]
     assert one[4][1] == pytest.approx(two[4][1], rel=0.26) and (one[4] > 0.5).all()
@@ -284,14 +333,20 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_scales_of_a_bank_are_those_of_its_matrices(dtype):
-    """Also of matrices times their scales, whose order rounding keeps; and without columns that are left out."""
+    """Also of matrices times their scales, whose order rounding keeps; and without columns that are
+    left out."""
     rng = np.random.default_rng(0)
-    bank, times = jnp.asarray(rng.normal(size=(5, 8, 16)), dtype), jnp.asarray(rng.normal(size=5), jnp.float32)
+    bank, times = (
+        jnp.asarray(rng.normal(size=(5, 8, 16)), dtype),
+        jnp.asarray(rng.normal(size=5), jnp.float32),
+    )
     read = rng.uniform(size=(5, 16)) < 0.5
     for factors in (None, times):
         found, part = scales_of(bank, factors), scales_of(bank, factors, read)
         for n, matrix in enumerate(bank):
             matrix = matrix if factors is None else scaled(matrix, factors[n])
             assert float(found[n]) == pytest.approx(float(scale_of(matrix, dtype)), rel=2e-7)
-            assert float(part[n]) == pytest.approx(float(scale_of(matrix[:, read[n]], dtype)), rel=2e-7)
+            assert float(part[n]) == pytest.approx(
+                float(scale_of(matrix[:, read[n]], dtype)), rel=2e-7
+            )
     assert found.dtype == dtype

@@ -9,7 +9,13 @@ import pytest
 from jax.test_util import check_grads
 
 from jspeed.model.attention import find_documents
-from jspeed.model.heads import attention_in_pairs, composed, pair_documents, pair_positions, without_own_value
+from jspeed.model.heads import (
+    attention_in_pairs,
+    composed,
+    pair_documents,
+    pair_positions,
+    without_own_value,
+)
 
 from . import dense
 
@@ -23,7 +29,8 @@ def f32(x):
 
 
 def test_paired_heads_attend_as_two_heads_in_one_sequence():
-    """Column c of the sequence is head c at even positions and head c + H/2 at odd ones, as the record's views are."""
+    """Column c of the sequence is head c at even positions and head c + H/2 at odd ones, as the
+    record's views are."""
     length, window = 11, 6
     q, k, v = (draw(2, length, 4, 8, seed=n) for n in range(3))
     tokens = np.random.default_rng(5).integers(0, 4, size=(2, length))
@@ -66,7 +73,8 @@ def test_own_value_is_taken_out():
 
 @pytest.mark.slow
 def test_composed_attention_by_loops():
-    """Each head's local softmax, mixed over heads by weights of the query, times the value of each head."""
+    """Each head's local softmax, mixed over heads by weights of the query, times the value of each
+    head."""
     length, window, scale = 300, 112, 0.2
     q, k, v = (draw(1, length, 3, 4, seed=n) for n in range(3))
     take, give = draw(1, length, 3, seed=3), draw(1, length, 3, seed=4)
@@ -96,9 +104,13 @@ def test_composed_attention_by_loops():
 
 
 def test_composed_attention_of_a_short_row():
-    arguments = [f32(draw(2, 10, 3, 4, seed=n)) for n in range(3)] + [f32(draw(2, 10, 3, seed=n)) for n in (3, 4)]
+    arguments = [f32(draw(2, 10, 3, 4, seed=n)) for n in range(3)] + [
+        f32(draw(2, 10, 3, seed=n)) for n in (3, 4)
+    ]
     documents = find_documents(jnp.ones((2, 10), jnp.int32), 0)
-    far, short = (composed(*arguments, scale=0.3, documents=documents, window=window) for window in (112, 3))
+    far, short = (
+        composed(*arguments, scale=0.3, documents=documents, window=window) for window in (112, 3)
+    )
     padded = [jnp.pad(a, [(0, 0), (0, 290)] + [(0, 0)] * (a.ndim - 2)) for a in arguments]
     long = find_documents(jnp.ones((2, 300), jnp.int32), 0)
     for found, window in ((far, 112), (short, 3)):

@@ -70,12 +70,16 @@ def test_lookup_sums_the_gradient_of_a_bf16_table_in_fp32():
 
 
 def test_sums_of_tables_take_the_gradients_of_a_look_up():
-    """Several tables at once, in fp32 though the tables are bf16, beside what the sums held; and the same rows."""
+    """Several tables at once, in fp32 though the tables are bf16, beside what the sums held; and
+    the same rows."""
     rng = np.random.default_rng(0)
     tables, sums = rng.normal(size=(7, 2, 3)), rng.normal(size=(7, 2, 3))
     tokens, grads = rng.integers(0, 7, size=(2, 500)), rng.normal(size=(2, 2, 500, 3))
     tables, grads = (jnp.asarray(a, jnp.bfloat16) for a in (tables, grads))
-    found, pull = jax.vjp(lambda s: look_up_all(Summed(tables, s), jnp.asarray(tokens)), jnp.asarray(sums, jnp.float32))
+    found, pull = jax.vjp(
+        lambda s: look_up_all(Summed(tables, s), jnp.asarray(tokens)),
+        jnp.asarray(sums, jnp.float32),
+    )
     for one, plain in zip(found, look_up_all(tables, jnp.asarray(tokens)), strict=True):
         np.testing.assert_array_equal(one, plain)
     for number, grad in enumerate(grads):
@@ -99,7 +103,9 @@ def test_sparse_gate_reads_the_first_channels():
     x, heads, one = rng.normal(size=(2, 3, 16)), rng.normal(size=(5, 4)), rng.normal(size=5)
     for weights in (heads, one):
         expected = 1 / (1 + np.exp(-(x[..., :5] @ weights)))
-        np.testing.assert_allclose(sparse_gate(jnp.asarray(x), jnp.asarray(weights)), expected, atol=1e-6)
+        np.testing.assert_allclose(
+            sparse_gate(jnp.asarray(x), jnp.asarray(weights)), expected, atol=1e-6
+        )
 
 
 def test_uniform_draws_by_fan_in():
@@ -110,7 +116,9 @@ def test_uniform_draws_by_fan_in():
 
 def test_scaled_weights_give_the_gradients_of_a_scaled_output_without_a_pass_over_it():
     rng = np.random.default_rng(0)
-    x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 8), (8, 24), (40, 24)))
+    x, w, g = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 8), (8, 24), (40, 24))
+    )
 
     def gradients(product):
         return lambda x, w, s: jax.vjp(product, x, w, s)[1](g)
@@ -122,7 +130,10 @@ def test_scaled_weights_give_the_gradients_of_a_scaled_output_without_a_pass_ove
 
     def passes(function):
         made = jax.make_jaxpr(function)(x, w, jnp.float32(1.7)).eqns
-        return sum(eqn.outvars[0].aval.shape == g.shape and eqn.primitive.name != "dot_general" for eqn in made)
+        return sum(
+            eqn.outvars[0].aval.shape == g.shape and eqn.primitive.name != "dot_general"
+            for eqn in made
+        )
 
     assert passes(before) > passes(after) == 0
     half = jnp.full((3, 2), 1.5, jnp.bfloat16)

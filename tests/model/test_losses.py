@@ -1,4 +1,5 @@
-"""Cross-entropy and its gradient against float64 NumPy and jax.grad; matmuls and saved residuals."""
+"""Cross-entropy and its gradient against float64 NumPy and jax.grad; matmuls and saved
+residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,8 @@ def case():
 
 
 @pytest.mark.parametrize(
-    ("cap", "chunk"), [*((cap, 4) for cap in CAPS), *(("sigmoid", chunk) for chunk in (None, 1, 64))]
+    ("cap", "chunk"),
+    [*((cap, 4) for cap in CAPS), *(("sigmoid", chunk) for chunk in (None, 1, 64))],
 )
 def test_value_and_gradients(case, chunk, cap):
     params, x, targets, weights = case
@@ -67,7 +69,9 @@ def test_value_and_gradients(case, chunk, cap):
         total, loss = cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk)
         return 3 * total, loss
 
-    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
+        params, x
+    )
     loss_, dhead_, dx_ = model(params, x, targets, weights, cap)
     np.testing.assert_allclose(loss, loss_, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, 3 * np.sum(loss_ * np.asarray(weights)), rtol=1e-5)
@@ -93,7 +97,8 @@ def test_logits_kept_in_e4m3_make_loss_and_gradient(case):
     (_, loss), dx = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
     np.testing.assert_allclose(loss, -np.log((p * hit).sum(-1)), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, dlogits @ np.asarray(params["w"], np.float64).T, atol=5e-5)
-    np.testing.assert_array_equal(total(x)[1], total(x, None)[1])  # without a gradient nothing is rounded
+    # without a gradient nothing is rounded
+    np.testing.assert_array_equal(total(x)[1], total(x, None)[1])
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -115,23 +120,32 @@ def test_gradients_are_those_of_the_plain_formula(case, cap):
 def test_bf16(case, cap):
     params, x, targets, weights = case
     # Logits of a few units: one of 16 to 32 would be 1/16 from the next bf16.
-    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (jax.tree.map(lambda p: p / 4, params), x))
+    params, x = jax.tree.map(
+        lambda a: a.astype(jnp.bfloat16), (jax.tree.map(lambda p: p / 4, params), x)
+    )
     loss_, dhead_, dx_ = model(params, x, targets, weights, cap)
 
     def ours(params, x):
         return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap])
 
-    (_, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    (_, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
+        params, x
+    )
     assert loss.dtype == jnp.float32 and dx.dtype == dhead["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(loss, loss_, atol=0.03)
     for found, expected in ((dx, dx_), *((dhead[name], dhead_[name]) for name in dhead_)):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max()
+        )
 
 
 def test_several_targets_are_as_many_losses_of_the_same_logits(case):
-    """modded-nanogpt's sum over the next tokens and one target more, in float64 from the formula of the record."""
+    """modded-nanogpt's sum over the next tokens and one target more, in float64 from the formula of
+    the record."""
     params, x, targets, weights = case
-    w, b, x64, weights64 = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x, weights))
+    w, b, x64, weights64 = (
+        np.asarray(a, np.float64) for a in (params["w"], params["b"], x, weights)
+    )
     logits = x64 @ w + b
     sigma = 1 / (1 + np.exp(-(logits + 5) / 7.5))
     z = 23 * sigma
@@ -139,14 +153,21 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
     expected, dlogits = 0.0, np.zeros_like(z)
     prefixes = np.random.default_rng(3).integers(-10, 40, size=40)
     prefix = np.maximum(prefixes, -1)[np.asarray(targets)]
-    for late, share, ids in ((0, 1, targets), (1, 0.5, targets), (2, 0.25, targets), (0, 0.1, prefix)):
+    for late, share, ids in (
+        (0, 1, targets),
+        (1, 0.5, targets),
+        (2, 0.25, targets),
+        (0, 0.1, prefix),
+    ):
         for row in range(3):
             for t in range(10 - late):
                 target, weight = int(ids[row, t + late]), share * weights64[row, t]
                 if target < 0:
                     continue
                 expected += weight * (lse[row, t] - z[row, t, target])
-                dlogits[row, t] += weight * (np.exp(z[row, t] - lse[row, t]) - (np.arange(40) == target))
+                dlogits[row, t] += weight * (
+                    np.exp(z[row, t] - lse[row, t]) - (np.arange(40) == target)
+                )
     dlogits *= 23 / 7.5 * sigma * (1 - sigma)
 
     def ours(params, x):
@@ -154,7 +175,9 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
         several = with_prefix(*several, jnp.asarray(prefixes, jnp.int32), jnp.float32(0.1))
         return cross_entropy(head, params, x, *several, cap=asymmetric_cap(23, 5, 7.5), chunk=4)
 
-    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
+        params, x
+    )
     assert float(total) == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(dx, dlogits @ w.T, atol=5e-5)
     np.testing.assert_allclose(dhead["w"], np.einsum("btd,btv->dv", x64, dlogits), atol=5e-5)
@@ -165,8 +188,8 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_sampled_gradient_of_the_table_has_no_bias(copied, chunk):
-    """Its mean over all samples is the gradient, with sums in float64 and two targets. Each is another, and loss and
-    gradient of x are those without."""
+    """Its mean over all samples is the gradient, with sums in float64 and two targets. Each is
+    another, and loss and gradient of x are those without."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         table, x = jnp.asarray(rng.normal(size=(40, 6))), jnp.asarray(rng.normal(size=(3, 8, 6)))
@@ -174,11 +197,20 @@ def test_a_sampled_gradient_of_the_table_has_no_bias(copied, chunk):
             jnp.asarray(rng.integers(0, 39, (2, 3, 8))),
             jnp.asarray(rng.uniform(size=(2, 3, 8)), jnp.float32),
         )
-        copies = Copies(*jnp.asarray(rng.uniform(0.1, 0.4, (2, 3, 8)), jnp.float32), 39) if copied else None
+        copies = (
+            Copies(*jnp.asarray(rng.uniform(0.1, 0.4, (2, 3, 8)), jnp.float32), 39)
+            if copied
+            else None
+        )
 
         def gradients(table_from):
             def total(table, x):
-                how = {"cap": CAPS["sigmoid"], "chunk": chunk, "copies": copies, "table_from": table_from}
+                how = {
+                    "cap": CAPS["sigmoid"],
+                    "chunk": chunk,
+                    "copies": copies,
+                    "table_from": table_from,
+                }
                 return cross_entropy(lambda w, x: x @ w.T, table, x, targets, weights, **how)
 
             (value, _), grads = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(table, x)
@@ -190,7 +222,9 @@ def test_a_sampled_gradient_of_the_table_has_no_bias(copied, chunk):
         np.testing.assert_allclose(sample[0], value, rtol=1e-6)
         np.testing.assert_allclose(sample[2], of_x, rtol=1e-5, atol=1e-7)
         assert np.max(np.abs(sample[1] - of_table)) > 0.01
-    np.testing.assert_allclose(np.mean([sample[1] for sample in samples], axis=0), of_table, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        np.mean([sample[1] for sample in samples], axis=0), of_table, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_head_gradient_accumulates_in_fp32():
@@ -201,14 +235,18 @@ def test_head_gradient_accumulates_in_fp32():
     def ours(params):
         return cross_entropy(head, params, x, targets, jnp.ones((1, 512)), cap=None, chunk=1)[0]
 
-    np.testing.assert_allclose(jax.jit(jax.grad(ours))(params)["b"][0, 0, 1:].astype(jnp.float32), 512 / 40, rtol=0.01)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(ours))(params)["b"][0, 0, 1:].astype(jnp.float32), 512 / 40, rtol=0.01
+    )
 
 
 def test_zero_head_gives_log_of_vocabulary(case):
     params, x, targets, weights = case
     zero = jax.tree.map(jnp.zeros_like, params)
     for cap in CAPS.values():
-        loss = jax.jit(lambda p, x, cap=cap: cross_entropy(head, p, x, targets, weights, cap=cap)[1])(zero, x)
+        loss = jax.jit(
+            lambda p, x, cap=cap: cross_entropy(head, p, x, targets, weights, cap=cap)[1]
+        )(zero, x)
         np.testing.assert_allclose(loss, np.log(40), rtol=1e-6)
 
 
@@ -223,7 +261,8 @@ def test_weights_of_zero_give_zero(case):
 
 
 def test_fp8_sees_the_gradient_of_the_unweighted_loss(case):
-    """Weights of 1e-9 would vanish in e5m2 (smallest: 2e-5); they are multiplied in afterwards instead."""
+    """Weights of 1e-9 would vanish in e5m2 (smallest: 2e-5); they are multiplied in afterwards
+    instead."""
     _, x, targets, weights = case
     w = jax.random.normal(jax.random.key(0), (40, 8))
     scales = fp8.Scales(8 / 448, 8 / 448, 0.75 / 448)
@@ -232,7 +271,13 @@ def test_fp8_sees_the_gradient_of_the_unweighted_loss(case):
     def grads(weights):
         def total(w, x):
             return cross_entropy(
-                lambda w, x: fp8.matmul(x, w, scales), w, x, targets, weights, cap=CAPS["sigmoid"], chunk=4
+                lambda w, x: fp8.matmul(x, w, scales),
+                w,
+                x,
+                targets,
+                weights,
+                cap=CAPS["sigmoid"],
+                chunk=4,
             )[0]
 
         return jax.grad(total, argnums=(0, 1))(w, x)
@@ -245,7 +290,9 @@ def test_fp8_sees_the_gradient_of_the_unweighted_loss(case):
 def test_softcaps():
     logits = jnp.linspace(-200, 200, 41)
     for name, bend in BENDS.items():
-        np.testing.assert_allclose(softcap(logits, CAPS[name]), bend(np.asarray(logits, np.float64))[0], atol=1e-4)
+        np.testing.assert_allclose(
+            softcap(logits, CAPS[name]), bend(np.asarray(logits, np.float64))[0], atol=1e-4
+        )
         if CAPS[name]:
             assert jnp.max(softcap(logits, CAPS[name])) <= CAPS[name].bound
     assert softcap(logits.astype(jnp.bfloat16), CAPS["root"]).dtype == jnp.float32
@@ -258,14 +305,20 @@ def test_products_are_one_without_and_three_with_a_gradient(case):
         return cross_entropy(head, params, x, targets, weights, cap=CAPS["sigmoid"], chunk=5)[0]
 
     assert jax.jit(ours).lower(params, x).as_text().count("dot_general") == 1
-    assert jax.jit(jax.grad(ours, argnums=(0, 1))).lower(params, x).as_text().count("dot_general") == 3
+    assert (
+        jax.jit(jax.grad(ours, argnums=(0, 1))).lower(params, x).as_text().count("dot_general") == 3
+    )
 
 
 def test_nothing_of_logits_size_is_saved(case):
     params, x, targets, weights = case
 
     def saved(params, x):
-        return jax.vjp(lambda p, x: cross_entropy(head, p, x, targets, weights, cap=CAPS["sigmoid"])[0], params, x)[1]
+        return jax.vjp(
+            lambda p, x: cross_entropy(head, p, x, targets, weights, cap=CAPS["sigmoid"])[0],
+            params,
+            x,
+        )[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(saved, params, x))
     assert leaves and all(leaf.size <= params["w"].size for leaf in leaves)
@@ -279,13 +332,18 @@ def test_what_is_impossible_has_no_probability(case, cap, chunk, known):
     rng = np.random.default_rng(1)
     bits = np.zeros((40, 40), bool)
     bits[:, :known] = rng.uniform(size=(40, known)) < 0.4
-    tokens, targets = jnp.asarray(rng.integers(0, 40, size=(3, 10), dtype=np.int32)), targets % known
+    tokens, targets = (
+        jnp.asarray(rng.integers(0, 40, size=(3, 10), dtype=np.int32)),
+        targets % known,
+    )
     impossible = jnp.asarray(np.packbits(bits[:, :known], axis=1, bitorder="little"))
 
     @jax.jit
     def ours(impossible):
         after = tokens, impossible
-        return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk, after=after)
+        return cross_entropy(
+            head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk, after=after
+        )
 
     (total, loss), (_, plain) = ours(impossible), ours(None)
     z = BENDS[cap](np.asarray(head(params, x), np.float64))[0]
@@ -294,7 +352,9 @@ def test_what_is_impossible_has_no_probability(case, cap, chunk, known):
     highest = z.max(-1) if CAPS[cap] is None else np.full(z.shape[:2], CAPS[cap].bound)
     partition = np.log(np.exp(possible - highest[..., None]).sum(-1)) + highest
     hit = np.take_along_axis(ruled_out, np.asarray(targets)[..., None], -1)[..., 0]
-    own = np.where(hit, highest - UNLIKELY, np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0])
+    own = np.where(
+        hit, highest - UNLIKELY, np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0]
+    )
     assert hit.any() and not hit.all()
     np.testing.assert_allclose(loss, partition - own, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, np.sum(np.asarray(weights) * np.asarray(loss)), rtol=1e-5)

@@ -11,7 +11,12 @@ from jspeed.model.mudd import blend, coefficients, named, slots
 
 def test_coefficients_by_the_formula():
     rng = np.random.default_rng(0)
-    x, up, down, bias = rng.normal(size=(2, 3, 8)), rng.normal(size=(8, 5)), rng.normal(size=(5, 4)), rng.normal(size=4)
+    x, up, down, bias = (
+        rng.normal(size=(2, 3, 8)),
+        rng.normal(size=(8, 5)),
+        rng.normal(size=(5, 4)),
+        rng.normal(size=4),
+    )
     hidden = x @ up
     erf = np.vectorize(math.erf)
     expected = 0.1 * ((0.5 * hidden * (1 + erf(hidden / np.sqrt(2)))) @ down + bias)
@@ -38,6 +43,8 @@ def test_named_coefficients():
 
 
 def test_slots_by_layer_and_set():
-    sizes, starts = slots({"heads": ((0, 3), 2, 0.25), "in": ((0, 1, 2), 1, 0.5)}, (range(1), range(1, 4)))
+    sizes, starts = slots(
+        {"heads": ((0, 3), 2, 0.25), "in": ((0, 1, 2), 1, 0.5)}, (range(1), range(1, 4))
+    )
     assert sizes == [{("heads", 0): 2, ("in", 0): 1}, {("heads", 3): 2, ("in", 1): 1, ("in", 2): 1}]
     np.testing.assert_array_equal(starts, [[0.25, 0.25, 0.5, 0], [0.25, 0.25, 0.5, 0.5]])

@@ -15,7 +15,9 @@ def int32(value):
 def test_tabulated_rows():
     found = bigram_rows(jnp.array([TOKENS], jnp.uint16), 377_280)
     np.testing.assert_array_equal(found, [[377279, 86771, 28822, 182963, 128375, 67769]])
-    np.testing.assert_array_equal(sign_rows(jnp.array([TOKENS])), [[0, 1408, 2500, 5558, 2277, 4922]])
+    np.testing.assert_array_equal(
+        sign_rows(jnp.array([TOKENS])), [[0, 1408, 2500, 5558, 2277, 4922]]
+    )
 
 
 def test_rows_by_python_integers():
@@ -23,8 +25,11 @@ def test_rows_by_python_integers():
     last = 251_519
     found = bigram_rows(jnp.asarray(tokens, jnp.int32), last + 1)
     for row, rows in zip(tokens.tolist(), np.asarray(found), strict=True):
-        before = [last, *row[1:]]  # the quirk: the first token is overwritten before the products are formed
-        expected = [int32(36313 * row[t]) ^ int32(27191 * before[t - 1]) for t in range(1, len(row))]
+        # the quirk: the first token is overwritten before the products are formed
+        before = [last, *row[1:]]
+        expected = [
+            int32(36313 * row[t]) ^ int32(27191 * before[t - 1]) for t in range(1, len(row))
+        ]
         assert rows.tolist() == [last, *(value % last for value in expected)]
     assert found.min() >= 0 and found.max() == last
 
@@ -42,11 +47,17 @@ def test_signs_are_fair_and_those_of_the_pair():
 def test_rows_of_ngrams_by_python_integers():
     tokens = np.random.default_rng(0).integers(0, 65, size=(2, 50))
     for order in (1, 2, 5):
-        for row, rows in zip(tokens.tolist(), np.asarray(ngram_rows(jnp.asarray(tokens), order, 4096)), strict=True):
+        for row, rows in zip(
+            tokens.tolist(), np.asarray(ngram_rows(jnp.asarray(tokens), order, 4096)), strict=True
+        ):
             for place, found in enumerate(rows.tolist()):
                 value = order
                 for back in reversed(range(order)):
-                    value = (value ^ (row[place - back] + 1 if back <= place else 0)) * 2654435769 % 2**32
+                    value = (
+                        (value ^ (row[place - back] + 1 if back <= place else 0))
+                        * 2654435769
+                        % 2**32
+                    )
                     value ^= value >> 15
                 assert found == value % 4096
 

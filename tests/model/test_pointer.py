@@ -22,22 +22,36 @@ def case():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 8, size=(ROWS, LENGTH + 1))  # few, so that many are copies
     tokens[0, 13] = tokens[1, 30] = BOS
-    shapes = {"table": (VOCAB, WIDTH), "x": (ROWS, LENGTH, WIDTH), "q": (WIDTH, 4), "k": (WIDTH, 4), "none": (4,)}
-    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    shapes = {
+        "table": (VOCAB, WIDTH),
+        "x": (ROWS, LENGTH, WIDTH),
+        "q": (WIDTH, 4),
+        "k": (WIDTH, 4),
+        "none": (4,),
+    }
+    params = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()
+    }
     return params, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
 
 
 def log_probabilities(params, tokens, window):
     q, k = params["x"] @ params["q"], params["x"] @ params["k"]
     logits = softcap(head(params["table"], params["x"]), CAP)
-    return pointer.log_probabilities(logits, COPY, q, k, params["none"], tokens, find_documents(tokens, BOS), window)
+    return pointer.log_probabilities(
+        logits, COPY, q, k, params["none"], tokens, find_documents(tokens, BOS), window
+    )
 
 
 def loss(params, tokens, targets, weights, window, chunk=None, cap=CAP):
     q, k, x = params["x"] @ params["q"], params["x"] @ params["k"], params["x"]
     first = targets if targets.ndim == 2 else targets[0]
-    found = pointer.copies(COPY, q, k, params["none"], tokens, first, find_documents(tokens, BOS), window)
-    return cross_entropy(head, params["table"], x, targets, weights, cap=cap, chunk=chunk, copies=found)
+    found = pointer.copies(
+        COPY, q, k, params["none"], tokens, first, find_documents(tokens, BOS), window
+    )
+    return cross_entropy(
+        head, params["table"], x, targets, weights, cap=cap, chunk=chunk, copies=found
+    )
 
 
 def in_float64(params, tokens, window):
@@ -66,10 +80,14 @@ def test_probabilities_and_losses_are_those_of_float64(case, window):
     params, tokens, targets = case
     expected = in_float64(params, tokens, window)
     np.testing.assert_allclose(expected.sum(axis=-1), 1, atol=1e-12)
-    np.testing.assert_allclose(jnp.exp(log_probabilities(params, tokens, window)), expected, atol=2e-6)
+    np.testing.assert_allclose(
+        jnp.exp(log_probabilities(params, tokens, window)), expected, atol=2e-6
+    )
     weights = jnp.linspace(0.5, 1, ROWS * LENGTH).reshape(ROWS, LENGTH)
     total, found = loss(params, tokens, targets, weights, window, chunk=10)
-    of_targets = -np.log(np.take_along_axis(expected, np.asarray(targets)[..., None], axis=-1))[..., 0]
+    of_targets = -np.log(np.take_along_axis(expected, np.asarray(targets)[..., None], axis=-1))[
+        ..., 0
+    ]
     np.testing.assert_allclose(found, of_targets, atol=1e-5)
     np.testing.assert_allclose(total, np.sum(of_targets * np.asarray(weights)), rtol=1e-6)
 
@@ -80,18 +98,28 @@ def test_gradients_are_those_of_automatic_differentiation(case, chunk):
     several = look_ahead(targets, jnp.full((ROWS, LENGTH), 0.3), jnp.array([1.0, 0.5]))
 
     def plain(params):
-        losses = -jnp.take_along_axis(log_probabilities(params, tokens, 9), targets[..., None], axis=-1)[..., 0]
+        losses = -jnp.take_along_axis(
+            log_probabilities(params, tokens, 9), targets[..., None], axis=-1
+        )[..., 0]
         later = jax.nn.log_softmax(softcap(head(params["table"], params["x"]), CAP), axis=-1)
-        losses -= 0.5 * jnp.take_along_axis(later, several[0][1][..., None], axis=-1)[..., 0] * (several[1][1] > 0)
+        losses -= (
+            0.5
+            * jnp.take_along_axis(later, several[0][1][..., None], axis=-1)[..., 0]
+            * (several[1][1] > 0)
+        )
         return 0.3 * jnp.sum(losses)
 
     expected = jax.jit(jax.value_and_grad(plain))(params)
-    found = jax.jit(jax.value_and_grad(lambda params: loss(params, tokens, *several, 9, chunk)[0]))(params)
+    found = jax.jit(jax.value_and_grad(lambda params: loss(params, tokens, *several, 9, chunk)[0]))(
+        params
+    )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for name in params:
         scale = np.abs(expected[1][name]).max()
         assert scale > 1e-3
-        np.testing.assert_allclose(found[1][name], expected[1][name], atol=2e-5 * scale, err_msg=name)
+        np.testing.assert_allclose(
+            found[1][name], expected[1][name], atol=2e-5 * scale, err_msg=name
+        )
 
 
 def test_nothing_is_copied_from_later_tokens_or_other_documents(case):
@@ -99,9 +127,14 @@ def test_nothing_is_copied_from_later_tokens_or_other_documents(case):
     before = log_probabilities(params, tokens, 9)
     after = log_probabilities(params, tokens.at[0, 25].add(1), 9)
     changed = np.flatnonzero(np.any(np.asarray(before != after), axis=(0, 2)))
-    assert 26 in changed and set(changed) <= set(range(26, 35))  # as a key of the nine tokens after it
+    # as a key of the nine tokens after it
+    assert 26 in changed and set(changed) <= set(range(26, 35))
     after = log_probabilities(params, tokens.at[0, 10].add(1), 9)
-    assert set(np.flatnonzero(np.any(np.asarray(before != after), axis=(0, 2)))) in ({11}, {12}, {11, 12})
+    assert set(np.flatnonzero(np.any(np.asarray(before != after), axis=(0, 2)))) in (
+        {11},
+        {12},
+        {11, 12},
+    )
 
 
 def test_without_a_share_the_loss_is_the_plain_one(case):
@@ -121,7 +154,14 @@ def test_token_by_token_with_a_cache_as_all_at_once(case):
         """A model whose state is a function of the token alone."""
         state = params["table"][of_tokens]
         logits = softcap(head(params["table"], state), CAP)
-        arguments = logits, COPY, state @ params["q"], state @ params["k"], params["none"], of_tokens
+        arguments = (
+            logits,
+            COPY,
+            state @ params["q"],
+            state @ params["k"],
+            params["none"],
+            of_tokens,
+        )
         return pointer.log_probabilities(*arguments, find_documents(of_tokens, BOS), 9)
 
     expected, cache = forward(tokens), empty(forward, ROWS, LENGTH)
@@ -129,4 +169,6 @@ def test_token_by_token_with_a_cache_as_all_at_once(case):
     for t in range(LENGTH):
         cache, now = advance(forward, cache, jnp.full(ROWS, t), tokens[:, t : t + 1])
         found.append(now)
-    np.testing.assert_allclose(jnp.exp(jnp.concatenate(found, axis=1)), jnp.exp(expected), atol=1e-6)
+    np.testing.assert_allclose(
+        jnp.exp(jnp.concatenate(found, axis=1)), jnp.exp(expected), atol=1e-6
+    )

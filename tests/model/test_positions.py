@@ -7,13 +7,17 @@ import pytest
 from jspeed.model.heads import pair_positions
 from jspeed.model.positions import frequencies, offset_keys, rotate, shift_right, smear, yarn
 
-# Longest windows in tokens, and what belongs to the last of them: some angles and the softmax scale.
+# Longest windows in tokens, and what belongs to the last of them: some angles and the softmax
+# scale.
 SHOWN = [0, 5, 10, 15, 20, 25, 31]
 TABLE = {
     (384,): ([1, 0.326940, 0.106890, 0.034946, 0.011425, 0.003735, 0.000977], 0.1),
     (384, 896): ([1, 0.254507, 0.056711, 0.015709, 0.004897, 0.001601, 0.000419], 0.116946),
     (384, 896, 1408): ([1, 0.254507, 0.040803, 0.010225, 0.003116, 0.001019, 0.000266], 0.127518),
-    (384, 896, 1408, 1664): ([1, 0.254507, 0.036175, 0.008717, 0.002637, 0.000862, 0.000225], 0.131778),
+    (384, 896, 1408, 1664): (
+        [1, 0.254507, 0.036175, 0.008717, 0.002637, 0.000862, 0.000225],
+        0.131778,
+    ),
 }
 
 
@@ -31,7 +35,9 @@ def test_rotation_is_the_records_with_its_neighbours_apart(paired):
     angles = frequencies(4)
     position = np.arange(9)[:, None] + np.zeros(4)
     if paired:  # two heads make 32 columns: the first 16 turn by 2t, the others by 2t + 1
-        position = np.stack([2 * np.arange(9), 2 * np.arange(9) + 1, 2 * np.arange(9), 2 * np.arange(9) + 1], 1)
+        position = np.stack(
+            [2 * np.arange(9), 2 * np.arange(9) + 1, 2 * np.arange(9), 2 * np.arange(9) + 1], 1
+        )
     z = (x[..., 0:8:2] + 1j * x[..., 1:8:2]) * np.exp(-1j * position[None, ..., None] * angles)
     expected = x.copy()
     expected[..., 0:8:2], expected[..., 1:8:2] = z.real, z.imag

@@ -1,4 +1,5 @@
-"""Longest prefixes and classes of GPT-2's tokens: the stored tables are regenerated from the vocabulary."""
+"""Longest prefixes and classes of GPT-2's tokens: the stored tables are regenerated from the
+vocabulary."""
 
 import re
 import unicodedata
@@ -12,11 +13,14 @@ from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
 
 
 def longest_prefixes(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
-    """Return the id of the longest proper prefix of each token that is itself a token, -1 where there is none."""
+    """Return the id of the longest proper prefix of each token that is itself a token, -1 where
+    there is none."""
     ids = {token: id for id, token in enumerate(vocabulary) if token}
     return np.array(
         [
-            next((ids[token[:end]] for end in range(len(token) - 1, 0, -1) if token[:end] in ids), -1)
+            next(
+                (ids[token[:end]] for end in range(len(token) - 1, 0, -1) if token[:end] in ids), -1
+            )
             for token in vocabulary
         ],
         np.int32,
@@ -54,7 +58,8 @@ def test_prefixes_of_gpt2(gpt2_vocabulary):
     np.testing.assert_array_equal(gpt2_prefixes(4095, 4096)[:4095], few)
     assert found.shape == (50_304,) and found.dtype == np.int32
     assert np.all(found[50_256:] == -1) and np.all(found[:256] == -1) and np.all(found < 50_256)
-    # In a vocabulary of fewer byte pairs, what lies beyond them is no byte pair, nor the prefix of one.
+    # In a vocabulary of fewer byte pairs, what lies beyond them is no byte pair, nor the prefix of
+    # one.
     few = gpt2_prefixes(4095, 4096)
     assert found[4095] >= 0 and few[4095] == -1 and few.max() < 4095
     np.testing.assert_array_equal(few[:300], np.where(found[:300] < 4095, found[:300], few[:300]))
@@ -80,7 +85,10 @@ def text_of(token: bytes) -> str | None:
 def like_texts(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
     firsts: dict[str, int] = {}
     texts = map(text_of, vocabulary)
-    return np.array([id if text is None else firsts.setdefault(text, id) for id, text in enumerate(texts)], np.int32)
+    return np.array(
+        [id if text is None else firsts.setdefault(text, id) for id, text in enumerate(texts)],
+        np.int32,
+    )
 
 
 def test_like_texts_by_hand():

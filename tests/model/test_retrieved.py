@@ -46,10 +46,16 @@ def test_the_mean_embedding_is_weighed_by_counts_and_no_gradient_reaches_the_tab
     for b, t in np.ndindex(2, 5):
         if total := found.counts_BTK[b, t].sum():
             mean = (
-                sum(n * table[i] for n, i in zip(found.counts_BTK[b, t], found.tokens_BTK[b, t], strict=True)) / total
+                sum(
+                    n * table[i]
+                    for n, i in zip(found.counts_BTK[b, t], found.tokens_BTK[b, t], strict=True)
+                )
+                / total
             )
             means[b, t] = mean / np.sqrt(np.mean(mean**2))
-    np.testing.assert_allclose(retrieved.mean_embedding(jnp.asarray(table), found), means, atol=1e-5)
+    np.testing.assert_allclose(
+        retrieved.mean_embedding(jnp.asarray(table), found), means, atol=1e-5
+    )
     grad = jax.grad(lambda t: jnp.sum(retrieved.mean_embedding(t, found) ** 3))(jnp.asarray(table))
     assert not np.any(grad)
 
@@ -62,7 +68,11 @@ def test_terms_are_scaled_by_cell_and_there_are_none_without_an_index():
     for number, (scale_BT, mean_BTD) in enumerate(retrieved.terms(scales, table, found, LENGTHS)):
         np.testing.assert_array_equal(scale_BT, np.asarray(scales)[cell_BT, number])
         np.testing.assert_array_equal(mean_BTD, retrieved.mean_embedding(table, found))
-    assert retrieved.terms(None, table, found, LENGTHS) == retrieved.terms(scales, table, None, LENGTHS) == []
+    assert (
+        retrieved.terms(None, table, found, LENGTHS)
+        == retrieved.terms(scales, table, None, LENGTHS)
+        == []
+    )
 
 
 def test_what_followed_a_context_earlier_in_the_document_is_the_longest_and_the_latest():
@@ -97,7 +107,9 @@ def test_with_a_cache_it_finds_what_it_finds_without(cuts):
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 4, (2, 20)), jnp.int32)
 
     def forward(tokens):
-        return jnp.stack([x.reshape(tokens.shape) for x in retrieved.earlier(tokens, 3, (1, 2, 4))], axis=-1)
+        return jnp.stack(
+            [x.reshape(tokens.shape) for x in retrieved.earlier(tokens, 3, (1, 2, 4))], axis=-1
+        )
 
     expected = forward(tokens)
     cache, start, found = kv_cache.empty(forward, 2, 24), 0, []

@@ -1,4 +1,5 @@
-"""Sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
+"""Sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is
+everything."""
 
 import functools
 import re
@@ -10,20 +11,36 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.model import fp8
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, root_cap, sigmoid_cap, with_prefix
+from jspeed.model.losses import (
+    asymmetric_cap,
+    cross_entropy,
+    look_ahead,
+    root_cap,
+    sigmoid_cap,
+    with_prefix,
+)
 from jspeed.model.sampled import Sample, columns, count, draw, sampled_cross_entropy
 
 VOCAB, EXACT, ONE_IN = 43, 7, 5  # the last stratum has one token
-CAPS = {"sigmoid": sigmoid_cap(4.0), "root": root_cap(4.0), "asymmetric": asymmetric_cap(23, 5, 7.5), "none": None}
+CAPS = {
+    "sigmoid": sigmoid_cap(4.0),
+    "root": root_cap(4.0),
+    "asymmetric": asymmetric_cap(23, 5, 7.5),
+    "none": None,
+}
 # (value, slope) in float64
 BENDS = {
     "sigmoid": lambda z: (4 + 4 * np.tanh(z / 4), 1 - np.tanh(z / 4) ** 2),
     "root": lambda z: (4 * z / np.hypot(z, 4), (4 / np.hypot(z, 4)) ** 3),
-    "asymmetric": lambda z: (23 / (1 + np.exp(-(z + 5) / 7.5)), 23 / 30 / np.cosh((z + 5) / 15) ** 2),
+    "asymmetric": lambda z: (
+        23 / (1 + np.exp(-(z + 5) / 7.5)),
+        23 / 30 / np.cosh((z + 5) / 15) ** 2,
+    ),
     "none": lambda z: (z, np.ones_like(z)),
 }
 ORDER = np.random.default_rng(5).permutation(VOCAB).astype(np.int32)
-PREFIXES = np.random.default_rng(7).integers(-VOCAB, VOCAB, size=VOCAB).clip(-1).astype(np.int32)  # half have none
+# half have none
+PREFIXES = np.random.default_rng(7).integers(-VOCAB, VOCAB, size=VOCAB).clip(-1).astype(np.int32)
 SCALES = fp8.Scales(8 / 448, 8 / 448, 0.75 / 448)
 DRAWS = 10_000
 head = functools.partial(fp8.head, scales=None)
@@ -37,19 +54,28 @@ def case():
         rng.integers(0, VOCAB, size=(3, 10)),
         rng.uniform(size=(3, 10)) * (rng.uniform(size=(3, 10)) > 0.3),
     )
-    return jnp.asarray(table, jnp.float32), jnp.asarray(x, jnp.float32), jnp.asarray(targets), jnp.asarray(weights)
+    return (
+        jnp.asarray(table, jnp.float32),
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(targets),
+        jnp.asarray(weights),
+    )
 
 
 def several(targets, weights):
-    """Three targets a token: itself, another one with half the weight, and one of them again with a tenth."""
+    """Three targets a token: itself, another one with half the weight, and one of them again with a
+    tenth."""
     other = (targets * 7 + 3) % VOCAB
     again = jnp.where(targets % 2 == 0, targets, other)
     return jnp.stack([targets, other, again]), jnp.stack([weights, weights / 2, weights / 10])
 
 
 def ahead(targets, weights):
-    """The next three tokens and the longest prefix of the first, as records 53 and 88 have it: some weigh nothing."""
-    return with_prefix(*look_ahead(targets, weights, jnp.array([1.0, 0.5, 0.25])), jnp.asarray(PREFIXES), 0.25)
+    """The next three tokens and the longest prefix of the first, as records 53 and 88 have it: some
+    weigh nothing."""
+    return with_prefix(
+        *look_ahead(targets, weights, jnp.array([1.0, 0.5, 0.25])), jnp.asarray(PREFIXES), 0.25
+    )
 
 
 TARGETS = {"one": lambda *both: tuple(a[None] for a in both), "several": several, "ahead": ahead}
@@ -58,13 +84,16 @@ TARGETS = {"one": lambda *both: tuple(a[None] for a in both), "several": several
 def counted(sample, vocabulary):
     """How often each token counts, [groups, vocabulary]."""
     counts = np.zeros((len(sample.ids_GC), vocabulary))
-    np.put_along_axis(counts, np.asarray(sample.ids_GC), np.asarray(sample.counts_C, np.float64)[None], axis=1)
+    np.put_along_axis(
+        counts, np.asarray(sample.ids_GC), np.asarray(sample.counts_C, np.float64)[None], axis=1
+    )
     counts[:, np.asarray(sample.all_E)] = 1
     return counts
 
 
 def oracle(table, x, targets, weights, sample, cap):
-    """Sum, loss of first targets and gradients in float64: every token in turn, its softmax term by term."""
+    """Sum, loss of first targets and gradients in float64: every token in turn, its softmax term by
+    term."""
     table, x, weights = (np.asarray(a, np.float64) for a in (table, x, weights))
     targets = np.asarray(targets)
     groups = counted(sample, len(table))
@@ -89,17 +118,27 @@ def oracle(table, x, targets, weights, sample, cap):
 @pytest.mark.parametrize("order", [None, ORDER])
 def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
     samples = jax.jit(
-        jax.vmap(lambda step: draw(step, VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order)))
+        jax.vmap(
+            lambda step: draw(
+                step, VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order)
+            )
+        )
     )(jnp.arange(DRAWS))
     ids, counts = np.asarray(samples.ids_GC)[:, 0], np.asarray(samples.counts_C)
     ranked = np.arange(VOCAB) if order is None else order
     assert ids.dtype == np.int32 and ids.shape[1] == columns(VOCAB, EXACT, ONE_IN) == EXACT + 8
-    assert np.all(ids[:, :EXACT] == ranked[:EXACT]) and np.all(counts == [1] * EXACT + [5] * 7 + [1])
+    assert np.all(ids[:, :EXACT] == ranked[:EXACT]) and np.all(
+        counts == [1] * EXACT + [5] * 7 + [1]
+    )
     seen = np.bincount(ids.ravel(), minlength=VOCAB)[ranked] / DRAWS
     expected = np.array([1] * EXACT + [1 / 5] * 35 + [1])
-    np.testing.assert_array_less(np.abs(seen - expected), 4 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12)
+    np.testing.assert_array_less(
+        np.abs(seen - expected), 4 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12
+    )
     assert all(
-        len(set(ranked[start : start + 5]) & set(sample)) == 1 for start in range(7, 42, 5) for sample in ids[:50]
+        len(set(ranked[start : start + 5]) & set(sample)) == 1
+        for start in range(7, 42, 5)
+        for sample in ids[:50]
     )
     # Strata are drawn one by one: two of them agree in place as often as chance has it.
     places = np.argsort(ranked)[ids[:, EXACT:-1]] % 5
@@ -109,7 +148,8 @@ def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
 
 
 def test_groups_share_the_vocabulary():
-    """With as many groups as there are tokens in a stratum, each token of full strata is in one of them."""
+    """With as many groups as there are tokens in a stratum, each token of full strata is in one of
+    them."""
     for step in range(5):
         sample = draw(step, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER), groups=ONE_IN)
         np.testing.assert_array_equal(sample.all_E, ORDER[:EXACT])
@@ -126,7 +166,9 @@ def test_sizes_of_samples():
     assert columns(100, 200, 3) == columns(100, 0, 1) == columns(100, 100, 7) == 100
     for exact, one_in in ((200, 3), (0, 1), (40, 1)):
         sample = draw(3, 100, exact, one_in)
-        assert sorted(sample.ids_GC[0].tolist()) == list(range(100)) and np.all(sample.counts_C == 1)
+        assert sorted(sample.ids_GC[0].tolist()) == list(range(100)) and np.all(
+            sample.counts_C == 1
+        )
     for exact, one_in in ((-1, 3), (5, 0)):
         with pytest.raises(BadInput, match=f"{exact} exact ids and 1 in {one_in}"):
             draw(0, 100, exact, one_in)
@@ -137,7 +179,11 @@ def test_sizes_of_samples():
     [
         ("asymmetric", 4, "ahead", 1),
         ("none", 3, "several", 2),
-        *(pytest.param(cap, 4, "several", 1, marks=pytest.mark.slow) for cap in CAPS if cap != "asymmetric"),
+        *(
+            pytest.param(cap, 4, "several", 1, marks=pytest.mark.slow)
+            for cap in CAPS
+            if cap != "asymmetric"
+        ),
         pytest.param("asymmetric", None, "ahead", 5, marks=pytest.mark.slow),
         pytest.param("sigmoid", None, "several", 1, marks=pytest.mark.slow),
         pytest.param("none", 64, "ahead", 1, marks=pytest.mark.slow),
@@ -151,9 +197,13 @@ def test_value_and_gradients(case, cap, chunk, of, groups):
     assert np.isin(targets, scored).any() and not np.isin(targets, scored).all()
 
     def ours(table, x):
-        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS[cap], chunk=chunk)
+        return sampled_cross_entropy(
+            head, table, x, targets, weights, sample, cap=CAPS[cap], chunk=chunk
+        )
 
-    (total, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(table, x)
+    (total, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
+        table, x
+    )
     total_, loss_, dtable_, dx_ = oracle(table, x, targets, weights, sample, cap)
     assert float(total) == pytest.approx(total_, rel=1e-5)
     np.testing.assert_allclose(loss, loss_, atol=1e-5)
@@ -168,11 +218,16 @@ def test_value_and_gradients(case, cap, chunk, of, groups):
 @pytest.mark.parametrize(
     ("cap", "of", "groups"),
     [("asymmetric", "ahead", groups) for groups in (1, 4)]
-    + [pytest.param(cap, "several", 1, marks=pytest.mark.slow) for cap in CAPS if cap != "asymmetric"]
+    + [
+        pytest.param(cap, "several", 1, marks=pytest.mark.slow)
+        for cap in CAPS
+        if cap != "asymmetric"
+    ]
     + [pytest.param(cap, "one", 1, marks=pytest.mark.slow) for cap in CAPS],
 )
 def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of, groups):
-    """10,000 draws against float64: of a target that is always in, of others and of one in the last, short stratum."""
+    """10,000 draws against float64: of a target that is always in, of others and of one in the
+    last, short stratum."""
     table, x, targets, weights = case
     x, targets = x[:1, :4], jnp.asarray([[2, 20, 33, 42]])
     targets = TARGETS[of](targets, targets)[0]
@@ -181,17 +236,28 @@ def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of, groups):
     @jax.jit
     @jax.vmap
     def estimates(step):
-        """The loss of each token's first target, and its gradients: with respect to x, and for token 1 to the table."""
+        """The loss of each token's first target, and its gradients: with respect to x, and for
+        token 1 to the table."""
         sample = draw(step, VOCAB, EXACT, ONE_IN, groups=groups)
 
         def total(table, x, ones):
-            return sampled_cross_entropy(head, table, x, targets, ones, sample, cap=CAPS[cap], chunk=2)
+            return sampled_cross_entropy(
+                head, table, x, targets, ones, sample, cap=CAPS[cap], chunk=2
+            )
 
         dx, loss = jax.grad(total, argnums=1, has_aux=True)(table, x, ones)
-        return loss[0], dx[0], jax.grad(total, has_aux=True)(table, x, ones * jnp.array([0, 1, 0, 0])[None, None])[0]
+        return (
+            loss[0],
+            dx[0],
+            jax.grad(total, has_aux=True)(table, x, ones * jnp.array([0, 1, 0, 0])[None, None])[0],
+        )
 
     loss, dx, dtable = (np.asarray(a, np.float64) for a in estimates(jnp.arange(DRAWS)))
-    table64, x64, first = np.asarray(table, np.float64), np.asarray(x, np.float64)[0], np.asarray(targets)[0, 0]
+    table64, x64, first = (
+        np.asarray(table, np.float64),
+        np.asarray(x, np.float64)[0],
+        np.asarray(targets)[0, 0],
+    )
     z, slope = BENDS[cap](x64 @ table64.T)
     own, own_slope = (np.take_along_axis(a, first[:, None], -1)[:, 0] for a in (z, slope))
     terms = np.exp(z) * slope
@@ -207,25 +273,33 @@ def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of, groups):
         error = 4 * found.std(0) / DRAWS**0.5 + 2e-6 * np.abs(expected).max()
         np.testing.assert_array_less(np.abs(found.mean(0) - expected), error)
     assert np.all(sums.std(0) > 0.01 * sums.mean(0))
-    # The loss is the logarithm, too small by half the relative variance; its gradient is off by as much.
+    # The loss is the logarithm, too small by half the relative variance; its gradient is off by as
+    # much.
     relative = sums.var(0) / sums.mean(0) ** 2
     bias = np.log(np.exp(z).sum(-1)) - own - loss.mean(0)
     assert np.all(bias > 0) and np.all(bias < relative)
 
 
 def test_partition_sum_of_fp8_logits_is_unbiased(case):
-    """exp(loss) is the partition sum over the target's own term; the full softmax goes through the same FP8 head."""
+    """exp(loss) is the partition sum over the target's own term; the full softmax goes through the
+    same FP8 head."""
     table, x, targets, weights = case
     own, x, cap = functools.partial(fp8.head, scales=SCALES), x[:1, :4], CAPS["asymmetric"]
     targets, weights = ahead(targets[:1, :4], weights[:1, :4])
 
     def loss(step):
-        return sampled_cross_entropy(own, table, x, targets, weights, draw(step, VOCAB, EXACT, ONE_IN), cap=cap)[1]
+        return sampled_cross_entropy(
+            own, table, x, targets, weights, draw(step, VOCAB, EXACT, ONE_IN), cap=cap
+        )[1]
 
     found = np.exp(np.asarray(jax.jit(jax.vmap(loss))(jnp.arange(DRAWS)), np.float64))
-    expected = np.exp(np.asarray(cross_entropy(own, table, x, targets, weights, cap=cap)[1], np.float64))
+    expected = np.exp(
+        np.asarray(cross_entropy(own, table, x, targets, weights, cap=cap)[1], np.float64)
+    )
     assert np.all(found.std(0) > 0.001 * expected)
-    np.testing.assert_array_less(np.abs(found.mean(0) - expected), 4 * found.std(0) / DRAWS**0.5 + 2e-6 * expected)
+    np.testing.assert_array_less(
+        np.abs(found.mean(0) - expected), 4 * found.std(0) / DRAWS**0.5 + 2e-6 * expected
+    )
 
 
 def test_accidental_hits_are_taken_out(case):
@@ -238,17 +312,28 @@ def test_accidental_hits_are_taken_out(case):
     def ours(table, x, sample):
         return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=None)[0]
 
-    found, expected = (jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(table, x, s) for s in (with_it, without))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    found, expected = (
+        jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(table, x, s) for s in (with_it, without)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize(
     ("scales", "of"),
-    [(None, "several"), (SCALES, "ahead"), *(pytest.param(s, "one", marks=pytest.mark.slow) for s in (None, SCALES))],
+    [
+        (None, "several"),
+        (SCALES, "ahead"),
+        *(pytest.param(s, "one", marks=pytest.mark.slow) for s in (None, SCALES)),
+    ],
 )
 @pytest.mark.parametrize(
     ("exact", "one_in", "groups"),
-    [(EXACT, 1, 2), *(pytest.param(*way, 1, marks=pytest.mark.slow) for way in ((VOCAB, 5), (EXACT, 1)))],
+    [
+        (EXACT, 1, 2),
+        *(pytest.param(*way, 1, marks=pytest.mark.slow) for way in ((VOCAB, 5), (EXACT, 1))),
+    ],
 )
 def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, groups, scales, of):
     """With FP8 too: a target's own row is divided, rounded and multiplied as a column is."""
@@ -258,15 +343,21 @@ def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, groups,
     sample, cap = draw(3, VOCAB, exact, one_in, jnp.asarray(ORDER), groups), CAPS["sigmoid"]
 
     def sampled(table, x):
-        return sampled_cross_entropy(own, table, x, targets, 1e-9 * weights, sample, cap=cap, chunk=4)
+        return sampled_cross_entropy(
+            own, table, x, targets, 1e-9 * weights, sample, cap=cap, chunk=4
+        )
 
     def full(table, x):
         return cross_entropy(own, table, x, targets, 1e-9 * weights, cap=cap, chunk=4)
 
-    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(table, x) for f in (sampled, full))
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(table, x)
+        for f in (sampled, full)
+    )
     np.testing.assert_allclose(found[0][1], expected[0][1], atol=2e-6)
     assert float(found[0][0]) == pytest.approx(float(expected[0][0]), rel=1e-6)
-    # In e5m2 a number is within an eighth; gradients of one token as two targets are rounded one by one.
+    # In e5m2 a number is within an eighth; gradients of one token as two targets are rounded one by
+    # one.
     near = 1e-6 if scales is None else 0.01 if of == "one" else 0.125
     for a, b in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(a, b, atol=near * float(jnp.abs(b).max()))
@@ -287,11 +378,15 @@ def test_bf16(case):
     def ours(table, x):
         return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS["sigmoid"])
 
-    (_, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(table, x)
+    (_, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
+        table, x
+    )
     assert loss.dtype == jnp.float32 and dx.dtype == dtable.dtype == jnp.bfloat16
     np.testing.assert_allclose(loss, loss_, atol=0.05)
     for found, expected in ((dx, dx_), (dtable, dtable_)):
-        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max()
+        )
 
 
 def test_gradient_of_a_frequent_row_is_summed_in_fp32():
@@ -300,9 +395,13 @@ def test_gradient_of_a_frequent_row_is_summed_in_fp32():
     targets, sample = jnp.zeros((1, 1024), jnp.int32), draw(0, 2, 2, 1)
 
     def ours(table):
-        return sampled_cross_entropy(head, table, x, targets, jnp.ones((1, 1024)), sample, cap=None)[0]
+        return sampled_cross_entropy(
+            head, table, x, targets, jnp.ones((1, 1024)), sample, cap=None
+        )[0]
 
-    np.testing.assert_array_equal(jax.jit(jax.grad(ours))(table)[:, 0].astype(jnp.float32), [-512, 512])
+    np.testing.assert_array_equal(
+        jax.jit(jax.grad(ours))(table)[:, 0].astype(jnp.float32), [-512, 512]
+    )
 
 
 def test_nothing_of_the_size_of_logits_is_saved(case):
@@ -312,7 +411,9 @@ def test_nothing_of_the_size_of_logits_is_saved(case):
     sample = draw(0, VOCAB, EXACT, ONE_IN)
 
     def ours(table, x):
-        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS["sigmoid"])[0]
+        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS["sigmoid"])[
+            0
+        ]
 
     leaves = jax.tree.leaves(jax.eval_shape(lambda table, x: jax.vjp(ours, table, x)[1], table, x))
     assert leaves and all(leaf.size <= x.size for leaf in leaves)
@@ -330,10 +431,11 @@ def test_counting_leaves_total_and_other_gradients():
 
 
 def test_counts_are_added_up_in_int32():
-    """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many are the same one."""
+    """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many are the
+    same one."""
     program = str(
-        jax.make_jaxpr(jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]), jnp.ones((1, 3)))))(
-            jnp.zeros(5)
-        )
+        jax.make_jaxpr(
+            jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]), jnp.ones((1, 3))))
+        )(jnp.zeros(5))
     )
     assert re.findall(r"(\w+)\[5\] = scatter-add", program) == ["i32"]

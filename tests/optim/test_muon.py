@@ -10,17 +10,34 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jspeed.optim.muon import NEWTON_SCHULZ_5, NEWTON_SCHULZ_12, POLAR_EXPRESS, muon, orthogonalise
 from jspeed.parallel.mesh import make_mesh
 
-# Images of single singular values in exact arithmetic, from the polynomials alone, as tabulated for the reference
-# recipe (appendix A).
+# Images of single singular values in exact arithmetic, from the polynomials alone, as tabulated for
+# the reference recipe (appendix A).
 IMAGES = {
-    NEWTON_SCHULZ_5: {1e-4: 0.0485, 1e-3: 0.4705, 0.003: 1.1104, 0.01: 0.6989, 0.03: 1.1223, 0.1: 0.7121, 0.6: 0.7229},
-    POLAR_EXPRESS: {1e-4: 0.0988, 1e-3: 0.8589, 0.003: 0.9664, 0.01: 1.0271, 0.1: 1.0592, 0.3: 0.9831, 0.6: 0.8713},
+    NEWTON_SCHULZ_5: {
+        1e-4: 0.0485,
+        1e-3: 0.4705,
+        0.003: 1.1104,
+        0.01: 0.6989,
+        0.03: 1.1223,
+        0.1: 0.7121,
+        0.6: 0.7229,
+    },
+    POLAR_EXPRESS: {
+        1e-4: 0.0988,
+        1e-3: 0.8589,
+        0.003: 0.9664,
+        0.01: 1.0271,
+        0.1: 1.0592,
+        0.3: 0.9831,
+        0.6: 0.8713,
+    },
 }
 
 
 @pytest.mark.parametrize("coefficients", IMAGES, ids=["newton-schulz-5", "polar-express"])
 def test_singular_value_map(coefficients):
-    """A matrix with the tabulated singular values, and one that makes its Frobenius norm 1 (1.02 for the safety)."""
+    """A matrix with the tabulated singular values, and one that makes its Frobenius norm 1 (1.02
+    for the safety)."""
     images = IMAGES[coefficients]
     values = np.array([*images])
     if coefficients is POLAR_EXPRESS:
@@ -40,7 +57,9 @@ def test_equal_coefficients_in_another_tuple_give_the_same_matrix():
     """A recipe may state Polar Express's constants itself; they come with their normalisation."""
     x = jax.random.normal(jax.random.key(0), (8, 12))
     stated = tuple((a, b, c) for a, b, c in POLAR_EXPRESS)
-    found, expected = (orthogonalise(x, coefficients=c, dtype=jnp.float32) for c in (stated, POLAR_EXPRESS))
+    found, expected = (
+        orthogonalise(x, coefficients=c, dtype=jnp.float32) for c in (stated, POLAR_EXPRESS)
+    )
     np.testing.assert_array_equal(found, expected)
 
 
@@ -51,7 +70,11 @@ def test_twelve_iterations_converge_to_one():
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, 2, 256, 64), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((6, 64, 256), (64, 64)))]
+    "shape",
+    [
+        (3, 2, 256, 64),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((6, 64, 256), (64, 64))),
+    ],
 )
 def test_orthogonalised_singular_values_lie_in_a_band(shape):
     x = jax.random.normal(jax.random.key(0), shape)
@@ -68,11 +91,15 @@ def test_bank_equals_matrix_by_matrix_and_zero_stays_zero():
 
 
 def test_equals_optax_muon_without_momentum():
-    # With momentum the two differ on purpose: optax corrects its Nesterov average for the zero start.
+    # With momentum the two differ on purpose: optax corrects its Nesterov average for the zero
+    # start.
     params = {"wide": jnp.zeros((16, 24)), "tall": jnp.zeros((24, 16))}
     theirs = optax.contrib.muon(0.02, beta=0.0, eps=1e-7)
     ours = muon(0.02, lambda step: 0.0, dtype=jnp.float32)
-    grads = {name: jax.random.normal(jax.random.key(n), p.shape) for n, (name, p) in enumerate(params.items())}
+    grads = {
+        name: jax.random.normal(jax.random.key(n), p.shape)
+        for n, (name, p) in enumerate(params.items())
+    }
     found, _ = ours.update(grads, ours.init(params), params)
     expected, _ = theirs.update(grads, theirs.init(params), params)
     for name in params:
@@ -108,12 +135,15 @@ def test_scale_and_decoupled_decay():
         return transform.update(grads, transform.init(params), params)[0]
 
     plain = update()
-    np.testing.assert_allclose(update(scale=scale), plain * jnp.array([1.0, 0.5])[:, None, None], atol=1e-6)
+    np.testing.assert_allclose(
+        update(scale=scale), plain * jnp.array([1.0, 0.5])[:, None, None], atol=1e-6
+    )
     np.testing.assert_allclose(update(weight_decay=0.05), plain - 0.1 * 0.05 * params, atol=1e-6)
 
 
 def test_bank_cut_over_devices_equals_one_device_and_cut_matrices_do_not():
-    """Momentum and orthogonalisation where the matrices lie; half a matrix orthogonalised alone is another matrix."""
+    """Momentum and orthogonalisation where the matrices lie; half a matrix orthogonalised alone is
+    another matrix."""
     transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32)
     params = jnp.zeros((8, 16, 32))
     grads = [jax.random.normal(jax.random.key(n), params.shape) for n in range(3)]

@@ -24,7 +24,8 @@ def polar_express(x):
     return x
 
 
-# As the record stores them, [out, in], and which of its axes is averaged over; jspeed stores [in, out].
+# As the record stores them, [out, in], and which of its axes is averaged over; jspeed stores [in,
+# out].
 SHAPES = {"fc": ((48, 16), 1), "square": ((16, 16), 1), "pair of heads": ((8, 24), 0)}
 
 
@@ -60,7 +61,11 @@ def test_normuon_equals_the_float64_model(name):
         norms = [np.linalg.norm(m, axis=(1, 2), keepdims=True) for m in (x, y)]
         o = y * norms[0] / norms[1]
         rate_eff = rate * eta[step] * scale
-        weights = weights - weights * (o * weights >= 0) * decay * rate * eta[step] * rate_eff - o * rate_eff
+        weights = (
+            weights
+            - weights * (o * weights >= 0) * decay * rate * eta[step] * rate_eff
+            - o * rate_eff
+        )
 
         change, state = update(jnp.asarray(g.transpose(0, 2, 1), jnp.float32), state, params)
         params = params + change
@@ -71,7 +76,11 @@ def test_unused_matrices_of_a_bank_stay_zero():
     ours = normuon(lambda _: 0.1, lambda _: 0.9, beta2=0.9, weight_decay=1.2, scale=1.0)
     bank = jnp.zeros((2, 4, 8)).at[0].set(1.0)
     change, _ = ours.update(bank, ours.init(bank), bank)
-    assert np.all(np.isfinite(change)) and np.any(np.asarray(change[0])) and not np.any(np.asarray(change[1]))
+    assert (
+        np.all(np.isfinite(change))
+        and np.any(np.asarray(change[0]))
+        and not np.any(np.asarray(change[1]))
+    )
 
 
 def test_cautious_decay_of_weights_that_move_towards_zero():
@@ -86,7 +95,8 @@ def test_cautious_decay_of_weights_that_move_towards_zero():
 
 
 def adam_model(weights, grads, rates, beta1, beta2, decay):
-    """Adam as the record has it, float64: epsilon beside the uncorrected root, decay with the rate squared."""
+    """Adam as the record has it, float64: epsilon beside the uncorrected root, decay with the rate
+    squared."""
     m = v = np.zeros_like(weights)
     for n, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
@@ -100,7 +110,9 @@ def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():
     weights, grads = rng.normal(size=9), rng.normal(size=(8, 9))
     pairs = grads.reshape(4, 2, 9).sum(1)
     eta = staged((1.0, 1.52), (0, 5), fall={6: 0.0, 9: 1.0}, floor=0.15)
-    slow = slow_adams({"table": (0.6, 0.75, 0.95, 5)}, eta, period=2, eps=1e-10, decay=0.005)["table"]
+    slow = slow_adams({"table": (0.6, 0.75, 0.95, 5)}, eta, period=2, eps=1e-10, decay=0.005)[
+        "table"
+    ]
     rates = [0.6, 0.6, 0.6 * 1.52, 0.6 * (1.52 * 2 / 3 + 0.15 / 3)]
     expected = adam_model(weights, pairs, rates, 0.75, 0.95, 0.025)
     params = jnp.asarray(weights, jnp.float32)
@@ -117,7 +129,8 @@ def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():
 
 
 def test_tied_tables_are_one_until_they_part():
-    """Against the record's protocol: one table with the sum of both gradients, then two with copies of its moments."""
+    """Against the record's protocol: one table with the sum of both gradients, then two with copies
+    of its moments."""
     rng = np.random.default_rng(2)
     start, grads = rng.normal(size=6), rng.normal(size=(5, 2, 6))
     constants = 0.5, 0.95, 0.75
@@ -130,7 +143,9 @@ def test_tied_tables_are_one_until_they_part():
     for step, (g, *expected) in enumerate(zip(grads, *models, strict=True)):
         named = dict(zip(params, jnp.asarray(g, jnp.float32), strict=True))
         change, waiting = together.update(named, state, params, due=1)
-        jax.tree.map(np.testing.assert_array_equal, (waiting, change["head"]), (state, jnp.zeros(6)))
+        jax.tree.map(
+            np.testing.assert_array_equal, (waiting, change["head"]), (state, jnp.zeros(6))
+        )
         change, state = together.update(named, state, params, due=2)
         params = optax.apply_updates(params, change)
         for found, model in zip(params.values(), expected, strict=True):
@@ -140,7 +155,16 @@ def test_tied_tables_are_one_until_they_part():
 
 def test_rates_of_the_record():
     """As tabulated for the reference recipe (appendix A)."""
-    table = {0: 1.0, 423: 1.52, 508: 1.52, 700: 1.1748, 846: 0.9123, 847: 1.0271, 1000: 0.7098, 1200: 0.2951}
+    table = {
+        0: 1.0,
+        423: 1.52,
+        508: 1.52,
+        700: 1.1748,
+        846: 0.9123,
+        847: 1.0271,
+        1000: 0.7098,
+        1200: 0.2951,
+    }
     for step, value in (table | {1269: 0.1521, 1270: 0.15, 1284: 0.15}).items():
         assert float(ETA(step)) == pytest.approx(value, abs=6e-5)
 

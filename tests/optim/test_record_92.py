@@ -1,4 +1,5 @@
-"""ANVIL, averages of weights and schedules of record 92 against NumPy and the numbers of its source."""
+"""ANVIL, averages of weights and schedules of record 92 against NumPy and the numbers of its
+source."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ def test_maps_of_single_values():
 def test_a_matrix_becomes_orthogonal_and_zero_stays_zero():
     x = np.random.default_rng(0).normal(size=(2, 24, 8)).astype(np.float32)
     x[1] = 0
-    y = np.asarray(orthogonalise(jnp.asarray(x), coefficients=ANVIL_MAPS, dtype=jnp.float32), np.float64)
+    y = np.asarray(
+        orthogonalise(jnp.asarray(x), coefficients=ANVIL_MAPS, dtype=jnp.float32), np.float64
+    )
     np.testing.assert_allclose(y[0].T @ y[0], np.eye(8), atol=0.011)
     assert not y[1].any()
 
@@ -53,7 +56,13 @@ def test_anvil_against_its_rule():
     rng = np.random.default_rng(1)
     weights, grads = rng.normal(size=(4, 6)), rng.normal(size=(4, 4, 6))
     rule = anvil(
-        lambda n: 0.1 / (n + 1), lambda n: 0.8, RAILS, beta2=0.9, weight_decay=2.25, scale=2.0, dtype=jnp.float32
+        lambda n: 0.1 / (n + 1),
+        lambda n: 0.8,
+        RAILS,
+        beta2=0.9,
+        weight_decay=2.25,
+        scale=2.0,
+        dtype=jnp.float32,
     )
     params = jnp.asarray(weights, jnp.float32)[None]
     state, update = rule.init(params), jax.jit(rule.update)
@@ -75,10 +84,17 @@ def test_anvil_against_its_rule():
 
 def test_adam_whose_betas_change_is_adam_while_they_do_not():
     rng = np.random.default_rng(2)
-    params, grads = jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
+    params, grads = (
+        jnp.asarray(rng.normal(size=5), jnp.float32),
+        jnp.asarray(rng.normal(size=(3, 5)), jnp.float32),
+    )
     plain = cautious_adam(lambda n: 0.1, 0.75, 0.95, eps=1e-8, weight_decay=0.5)
     scheduled = cautious_adam(
-        lambda n: 0.1, jumps({0: 0.75, 9: 0.5}), lambda n: 0.95, eps=1e-8, weight_decay=lambda n: 0.5
+        lambda n: 0.1,
+        jumps({0: 0.75, 9: 0.5}),
+        lambda n: 0.95,
+        eps=1e-8,
+        weight_decay=lambda n: 0.5,
     )
     states = plain.init(params), scheduled.init(params)
     for g in grads:
@@ -91,20 +107,22 @@ def test_adam_whose_betas_change_is_adam_while_they_do_not():
 
 @pytest.mark.parametrize("among", [(0, 1, 2, 3), None, ()], ids=["all", "each", "unknown"])
 def test_averages_start_move_and_take_the_weights_place(among):
-    """In a program for all steps, in one for each, and where it is not known which steps it makes."""
+    """In a program for all steps, in one for each, and where it is not known which steps it
+    makes."""
     rates = np.array([0, 1.0, 0, 0.25])
     averages = Average(rates, {"a": 0.5}), Average(rates, {"a": 1.0, "b": 0.0})
     steps = [{"a": jnp.full(2, value), "b": jnp.arange(3.0)} for value in (5.0, 2.0, 7.0, 4.0)]
     means = zeros(averages, steps[0])
     for step, params in enumerate(steps):
-        means = jax.jit(lambda m, p, s, n=step: after_step(averages, m, p, s, (n,) if among is None else among))(
-            means, params, jnp.int32(step)
-        )
+        means = jax.jit(
+            lambda m, p, s, n=step: after_step(averages, m, p, s, (n,) if among is None else among)
+        )(means, params, jnp.int32(step))
     np.testing.assert_allclose(means[0]["a"], 2.5)
     shipped = at_end(averages, means, steps[-1], ())
     np.testing.assert_allclose(shipped["a"], 2.5)  # half of 2.5 and 4, then all of 2.5
     np.testing.assert_array_equal(shipped["b"], steps[-1]["b"])
-    np.testing.assert_allclose(at_end(averages, means, steps[-1], ("a",))["a"], 4.0, rtol=1e-6)  # with its norm
+    # with its norm
+    np.testing.assert_allclose(at_end(averages, means, steps[-1], ("a",))["a"], 4.0, rtol=1e-6)
 
 
 def test_weights_that_stay_come_back():

@@ -1,4 +1,5 @@
-"""Lazily updated tables against a dense table in NumPy: which rows change, by how much, and in place."""
+"""Lazily updated tables against a dense table in NumPy: which rows change, by how much, and in
+place."""
 
 from functools import partial
 
@@ -10,7 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.kernels import row_sums
 from jspeed.optim.rows import RowState, row_adam
-from jspeed.parallel.lazy_table import HIGH, Lazy, Pending, Sink, distinct, empty, pending, read, sink_size
+from jspeed.parallel.lazy_table import (
+    HIGH,
+    Lazy,
+    Pending,
+    Sink,
+    distinct,
+    empty,
+    pending,
+    read,
+    sink_size,
+)
 from jspeed.parallel.mesh import make_mesh
 
 ROWS, WIDTH, IDS = 128, 3, 24
@@ -18,7 +29,8 @@ BETAS = (0.9, 0.9, 0.81, 0.81, 0.81)
 
 
 def dense(table, steps, by_row):
-    """The rule of record 92 on the whole table: events of one or several steps' (ids, gradients)."""
+    """The rule of record 92 on the whole table: events of one or several steps' (ids,
+    gradients)."""
     p, v = table.astype(np.float64), np.zeros((len(table), 1))
     for n, (event, beta) in enumerate(zip(steps, BETAS, strict=True)):
         g = np.zeros_like(p)
@@ -33,14 +45,17 @@ def dense(table, steps, by_row):
 
 @pytest.mark.parametrize(("devices", "by_row"), [(1, True), (4, True), (4, False)])
 def test_updates_are_those_of_a_dense_table(devices, by_row):
-    """Rows named on several devices and in several steps; rows that nobody names stay as they are, bit for bit."""
+    """Rows named on several devices and in several steps; rows that nobody names stay as they are,
+    bit for bit."""
     rng = np.random.default_rng(0)
     table = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
     shared = rng.integers(0, ROWS // 2, size=(5, 2, devices, IDS))  # the upper half is never named
     shared[:, :, :, :4] = 7
     grads = rng.normal(size=(*shared.shape, WIDTH)).astype(np.float32)
     betas = jnp.asarray(BETAS)
-    adam = row_adam(lambda n: 0.1, lambda n: betas[n], eps=1e-10, weight_decay=lambda n: 0.5, by_row=by_row)
+    adam = row_adam(
+        lambda n: 0.1, lambda n: betas[n], eps=1e-10, weight_decay=lambda n: 0.5, by_row=by_row
+    )
     mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
     axis, part = ("data" if devices > 1 else None), ROWS // devices
     waiting = sink_size(IDS, part, devices)
@@ -69,7 +84,9 @@ def test_updates_are_those_of_a_dense_table(devices, by_row):
     found, square = jnp.asarray(table), adam.init(jnp.asarray(table)).square_V
     for n in range(5):
         found, square = run(found, square, jnp.int32(n), shared[n].astype(np.int32), grads[n])
-    events = [[(shared[n, s].ravel(), grads[n, s].reshape(-1, WIDTH)) for s in range(2)] for n in range(5)]
+    events = [
+        [(shared[n, s].ravel(), grads[n, s].reshape(-1, WIDTH)) for s in range(2)] for n in range(5)
+    ]
     expected = dense(table, events, by_row)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found)[ROWS // 2 :], table[ROWS // 2 :])
@@ -78,21 +95,34 @@ def test_updates_are_those_of_a_dense_table(devices, by_row):
 def test_gradients_by_the_kernel_are_those_of_the_plain_path(monkeypatch):
     monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
     draw, part = np.random.default_rng(0), jnp.zeros((ROWS, 16), jnp.bfloat16)
-    ids, grad = jnp.asarray(draw.integers(0, ROWS, (1, IDS))), jnp.asarray(draw.normal(size=(1, IDS, 16)), part.dtype)
+    ids, grad = (
+        jnp.asarray(draw.integers(0, ROWS, (1, IDS))),
+        jnp.asarray(draw.normal(size=(1, IDS, 16)), part.dtype),
+    )
     own, plain = (
-        jax.vjp(lambda sink, on=on: read(Lazy(part, sink), ids, None, on), empty(part, IDS, 1))[1](grad)[0]
+        jax.vjp(lambda sink, on=on: read(Lazy(part, sink), ids, None, on), empty(part, IDS, 1))[1](
+            grad
+        )[0]
         for on in (True, False)
     )
     np.testing.assert_array_equal(own.rows_R2, plain.rows_R2)
-    np.testing.assert_allclose(*(np.asarray(sink.grads_RD, np.float32) for sink in (own, plain)), rtol=2**-7)
+    np.testing.assert_allclose(
+        *(np.asarray(sink.grads_RD, np.float32) for sink in (own, plain)), rtol=2**-7
+    )
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay, monkeypatch):
-    """Rows that are named often, unused places, which most of a list may be, two lists, and several updates."""
+    """Rows that are named often, unused places, which most of a list may be, two lists, and several
+    updates."""
     monkeypatch.setattr(row_sums, "row_adam", partial(row_sums.row_adam, interpret=True))
     draw, width = np.random.default_rng(0), 16
-    adam = row_adam(lambda n: 0.1, lambda n: jnp.asarray(BETAS)[n], eps=1e-10, weight_decay=lambda n: weight_decay)
+    adam = row_adam(
+        lambda n: 0.1,
+        lambda n: jnp.asarray(BETAS)[n],
+        eps=1e-10,
+        weight_decay=lambda n: weight_decay,
+    )
     table = jnp.asarray(draw.normal(size=(ROWS, width)), jnp.bfloat16)
     own, plain = ((table, adam.init(table)) for _ in range(2))
     for _ in range(3):
@@ -100,16 +130,23 @@ def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay, monkeyp
         rows[draw.permutation(200)[:150]] = ROWS
         rows[:20] = 7
         grads = jnp.asarray(draw.normal(size=(200, width)), jnp.bfloat16)
-        found = [Pending(jnp.asarray(rows[part], jnp.int32), grads[part]) for part in (slice(120), slice(120, None))]
+        found = [
+            Pending(jnp.asarray(rows[part], jnp.int32), grads[part])
+            for part in (slice(120), slice(120, None))
+        ]
         own, plain = adam.update(found, *own, True), adam.update(found, *plain, False)
-        np.testing.assert_allclose(*(np.asarray(each[0], np.float32) for each in (own, plain)), rtol=2**-7, atol=1e-3)
+        np.testing.assert_allclose(
+            *(np.asarray(each[0], np.float32) for each in (own, plain)), rtol=2**-7, atol=1e-3
+        )
         np.testing.assert_allclose(own[1].square_V, plain[1].square_V, rtol=1e-5)
         own = plain  # so that roundings do not add up
 
 
 def test_a_list_that_is_too_long_is_summed_or_nan():
     rows = np.array([5, 3, 5, 9, 3, 5], np.int32)
-    sink = Sink(jnp.stack([rows // HIGH, rows % HIGH], axis=-1).astype(jnp.float32), jnp.ones((6, 2)))
+    sink = Sink(
+        jnp.stack([rows // HIGH, rows % HIGH], axis=-1).astype(jnp.float32), jnp.ones((6, 2))
+    )
     found = pending(sink, 8, 3)
     np.testing.assert_array_equal(found.rows_R, [3, 5, 8])  # 9 is no row of a part of 8
     np.testing.assert_array_equal(found.grads_RD[:2], [[2, 2], [3, 3]])
@@ -123,21 +160,26 @@ def test_large_row_numbers_arrive_exactly():
 
 
 def test_distinct_rows_ascend_and_what_is_past_the_part_is_all_different():
-    found = distinct(Pending(jnp.array([4, 9, 4, 0, 9], jnp.int32), jnp.arange(10.0).reshape(5, 2)), 8)
+    found = distinct(
+        Pending(jnp.array([4, 9, 4, 0, 9], jnp.int32), jnp.arange(10.0).reshape(5, 2)), 8
+    )
     np.testing.assert_array_equal(found.rows_R[:2], [0, 4])
     assert len(set(found.rows_R.tolist())) == 5 and min(found.rows_R[2:].tolist()) >= 8
     np.testing.assert_array_equal(found.grads_RD[:2], [[6, 7], [4, 6]])
 
 
 def test_no_copy_of_the_table_is_made():
-    """The compiled program of 8 devices needs less than a part besides its arguments, and copies none."""
+    """The compiled program of 8 devices needs less than a part besides its arguments, and copies
+    none."""
     mesh, rows, width, ids = make_mesh({"data": 8}, devices=jax.devices()[:8]), 2**16, 16, 64
     adam = row_adam(lambda n: 0.1, lambda n: 0.9, eps=1e-10, weight_decay=lambda n: 0.5)
     part = rows // 8
 
     def step(table_VD, state, ids_BT, grad_BTD):
         def total(sink):
-            return jnp.sum((read(Lazy(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32))
+            return jnp.sum(
+                (read(Lazy(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32)
+            )
 
         found = pending(jax.grad(total)(empty(table_VD, ids, 8)), part, sink_size(ids, part, 8))
         return adam.update([found], table_VD, state)
@@ -151,7 +193,7 @@ def test_no_copy_of_the_table_is_made():
     def shaped(spec, one):
         return jax.ShapeDtypeStruct(one[1], one[0], sharding=NamedSharding(mesh, spec))
 
-    leaf = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], tuple)  # noqa: E731
+    leaf = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], tuple)
     structs = [
         jax.tree.map(shaped, spec, array, is_leaf=lambda x: leaf(x) or isinstance(x, PartitionSpec))
         for spec, array in zip(specs, arrays, strict=True)
@@ -161,4 +203,6 @@ def test_no_copy_of_the_table_is_made():
     assert memory.alias_size_in_bytes >= 2 * part * width
     text = compiled.as_text()
     assert f"copy(bf16[{part},{width}]" not in text.replace(" ", "")
-    assert not [line for line in text.splitlines() if " copy(" in line and f"bf16[{part},{width}]" in line]
+    assert not [
+        line for line in text.splitlines() if " copy(" in line and f"bf16[{part},{width}]" in line
+    ]

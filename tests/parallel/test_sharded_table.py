@@ -1,4 +1,5 @@
-"""Sharded table lookup and its gradient against plain indexing in NumPy, and by own kernels against plain JAX."""
+"""Sharded table lookup and its gradient against plain indexing in NumPy, and by own kernels against
+plain JAX."""
 
 from functools import partial
 
@@ -39,7 +40,8 @@ def program(devices, own_kernels=False):
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_rows_and_gradients_are_those_of_the_whole_table(devices):
     table, ids, grad = case(devices)
-    ids[:, 5:15] = 7  # a row that half of the tokens want travels once, or one owner would be asked too much
+    # a row that half of the tokens want travels once, or one owner would be asked too much
+    ids[:, 5:15] = 7
     found, pull = jax.vjp(jax.jit(program(devices)), jnp.asarray(table), jnp.asarray(ids))
     np.testing.assert_array_equal(found, table[ids])
     expected = np.zeros_like(table)
@@ -59,7 +61,9 @@ def test_more_rows_of_one_owner_than_there_is_room_for_are_nan():
 def test_gradients_of_a_bf16_part_are_summed_in_fp32():
     ids = jnp.ones((8, 1000), jnp.int32)
     run = program(8)
-    grad = jax.jit(jax.grad(lambda t: jnp.sum(run(t, ids).astype(jnp.float32))))(jnp.zeros((ROWS, WIDTH), jnp.bfloat16))
+    grad = jax.jit(jax.grad(lambda t: jnp.sum(run(t, ids).astype(jnp.float32))))(
+        jnp.zeros((ROWS, WIDTH), jnp.bfloat16)
+    )
     assert grad.dtype == jnp.bfloat16
     np.testing.assert_allclose(grad[1].astype(jnp.float32), 8000, rtol=2**-8)
 
@@ -76,12 +80,16 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens, mo
     grad = jnp.asarray(rng.normal(size=(devices, tokens, 32)), jnp.bfloat16)
     (rows, found), (same_rows, expected) = (
         (out, pull(grad)[0])
-        for out, pull in (jax.vjp(jax.jit(program(devices, own)), table, jnp.asarray(ids)) for own in (True, False))
+        for out, pull in (
+            jax.vjp(jax.jit(program(devices, own)), table, jnp.asarray(ids))
+            for own in (True, False)
+        )
     )
     np.testing.assert_array_equal(rows, same_rows)
     assert found.dtype == expected.dtype == jnp.bfloat16
     found, expected = (np.asarray(each, np.float32) for each in (found, expected))
-    # Each device's sum is rounded, and then the sum of all: to neighbours at most, where fp32 sums in another order.
+    # Each device's sum is rounded, and then the sum of all: to neighbours at most, where fp32 sums
+    # in another order.
     np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-2)
     assert (found != expected).mean() < 1e-3
 
@@ -95,7 +103,10 @@ def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either(
     grad = np.ones((8, 512, 32), jnp.bfloat16)
     grad[3] = np.nan
     found, expected = (
-        np.asarray(jax.vjp(jax.jit(program(8, own)), jnp.zeros((4096, 32), jnp.bfloat16), ids)[1](grad)[0], np.float32)
+        np.asarray(
+            jax.vjp(jax.jit(program(8, own)), jnp.zeros((4096, 32), jnp.bfloat16), ids)[1](grad)[0],
+            np.float32,
+        )
         for own in (True, False)
     )
     assert np.isnan(expected).any() and np.isfinite(expected).any()

@@ -1,4 +1,5 @@
-"""Parity cases: records 21, 29 and track 3's baseline, shrunk like our recipe: same layers, windows, groups."""
+"""Parity cases: records 21, 29 and track 3's baseline, shrunk like our recipe: same layers,
+windows, groups."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,14 +25,16 @@ LANE, EVAL, ROW = SMALL["r21"]["LANE_LEN"], SMALL["r21"]["EVAL_LEN"], SMALL["tra
 class Case:
     """A record's script and our recipe at one small size.
 
-    ``path`` lies in the clone. ``smaller`` makes the script as small as :func:`tests.recipes.golden.small` makes the
-    recipe; ``shorter`` and ``shorter_fields`` are for a whole run. ``arrange`` is what :class:`tests.parity.ours.Names`
-    takes. ``setting(n)`` is what the script's model is given in stage n beside tokens, ``last`` the n of validation.
-    ``lanes`` a rank has. ``summed``: the script's loss is the sum over a rank's tokens, not the mean. ``windows`` are
-    steps around every border of a schedule. ``validate`` makes the validation loader; ``pack`` makes of a rank's tokens
-    ``[lanes, T + 1]`` what its model is given; ``at_step`` brings schedules that count to a step. Gradients down to 10
-    to the power ``smallest`` are fed to the optimizers, whose updates agree to ``rates``. ``rest`` is the value of
-    those parameters that we have not. ``attention`` takes the place of ours.
+    ``path`` lies in the clone. ``smaller`` makes the script as small as
+    :func:`tests.recipes.golden.small` makes the recipe; ``shorter`` and ``shorter_fields`` are for
+    a whole run. ``arrange`` is what :class:`tests.parity.ours.Names` takes. ``setting(n)`` is what
+    the script's model is given in stage n beside tokens, ``last`` the n of validation. ``lanes`` a
+    rank has. ``summed``: the script's loss is the sum over a rank's tokens, not the mean.
+    ``windows`` are steps around every border of a schedule. ``validate`` makes the validation
+    loader; ``pack`` makes of a rank's tokens ``[lanes, T + 1]`` what its model is given;
+    ``at_step`` brings schedules that count to a step. Gradients down to 10 to the power
+    ``smallest`` are fed to the optimizers, whose updates agree to ``rates``. ``rest`` is the value
+    of those parameters that we have not. ``attention`` takes the place of ours.
     """
 
     recipe_name: str
@@ -62,16 +65,22 @@ class Case:
         return recipe
 
     def original(self, clone: str, folder: Path, short: bool = False, **more: Any) -> Original:
-        """The script, executed up to its loop over steps, reading what :func:`write_tokens` left in ``folder``."""
+        """The script, executed up to its loop over steps, reading what :func:`write_tokens` left in
+        ``folder``."""
         text = replaced(text_of(clone, self.path), self.smaller)
-        return Original(text, self.shorter if short else (), folder=folder, formulas=self.formulas, **more)
+        return Original(
+            text, self.shorter if short else (), folder=folder, formulas=self.formulas, **more
+        )
 
     def write_tokens(self, folder: Path) -> None:
-        """Write two training shards, whose border lies within a few batches, and one validation shard."""
+        """Write two training shards, whose border lies within a few batches, and one validation
+        shard."""
         rng, recipe = np.random.default_rng(0), self.recipe()
         batch = recipe.tokens_per_step(recipe.stages[0])
         longest = 2 * LONGEST if recipe.data.align else recipe.stages[0].lane_len // 2
-        write_shards(folder, "train", [documents(rng, BOS, int(n * batch), longest) for n in (5.4, 40)])
+        write_shards(
+            folder, "train", [documents(rng, BOS, int(n * batch), longest) for n in (5.4, 40)]
+        )
         write_shards(folder, "val", [documents(rng, BOS, recipe.eval_tokens + 500, longest)])
 
 
@@ -84,14 +93,21 @@ def _r21_arrange(of: Callable[[str], np.ndarray]) -> dict[str, Any]:
     attention, mlp = [], []
     for layer in range(12):
         if layer != 7:
-            attention += [*of(f"blocks.{layer}.attn.qkv_w").mT, of(f"blocks.{layer}.attn.c_proj.weight").T]
+            attention += [
+                *of(f"blocks.{layer}.attn.qkv_w").mT,
+                of(f"blocks.{layer}.attn.c_proj.weight").T,
+            ]
         mlp += [of(f"blocks.{layer}.mlp.c_fc.weight").T, of(f"blocks.{layer}.mlp.c_proj.weight")]
     unused = np.full(2, -1)
     return {
         "embed": rows_to(VOCAB, of("embed.weight")),
-        "values": np.stack([rows_to(VOCAB, of(f"value_embeds.embed.{n}.weight")) for n in range(3)]),
+        "values": np.stack(
+            [rows_to(VOCAB, of(f"value_embeds.embed.{n}.weight")) for n in range(3)]
+        ),
         "block_scales": np.stack([of(f"blocks.{layer}.lambdas") for layer in range(12)]),
-        "value_scales": np.stack([unused if n == 7 else of(f"blocks.{n}.attn.lambdas") for n in range(12)]),
+        "value_scales": np.stack(
+            [unused if n == 7 else of(f"blocks.{n}.attn.lambdas") for n in range(12)]
+        ),
         "skip_scales": of("skip_weights"),
         "attention": np.pad(attention, [(0, 4), (0, 0), (0, 0)], constant_values=-1),
         "mlp": np.stack(mlp),
@@ -99,9 +115,11 @@ def _r21_arrange(of: Callable[[str], np.ndarray]) -> dict[str, Any]:
     }
 
 
-def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, documents: Any, window: Any, **_: Any) -> Any:
-    """Attention by record 21's own rule, which our window of tokens is the nearest to: query and key less than n blocks
-    apart; n is that of a window of ``BLOCK n - BLOCK / 2 + 1`` tokens."""
+def _by_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, documents: Any, window: Any, **_: Any
+) -> Any:
+    """Attention by record 21's own rule, which our window of tokens is the nearest to: query and
+    key less than n blocks apart; n is that of a window of ``BLOCK n - BLOCK / 2 + 1`` tokens."""
     blocks = (window + BLOCK // 2 - 1) // BLOCK
     t = jnp.arange(q.shape[1])
     seen = (t[:, None] >= t[None]) & (t[:, None] // BLOCK - t[None] // BLOCK < blocks)
@@ -128,7 +146,9 @@ def _r21_at_step(namespace: dict[str, Any], step: int) -> None:
 def _r21_validate(namespace: dict[str, Any]) -> Any:
     args = namespace["args"]
     world, rank = namespace["world_size"], namespace["rank"]
-    return namespace["distributed_data_generator"](args.val_files, world * args.val_seq_len, rank, world)
+    return namespace["distributed_data_generator"](
+        args.val_files, world * args.val_seq_len, rank, world
+    )
 
 
 R21 = Case(
@@ -143,7 +163,10 @@ R21 = Case(
         ("    seq_len = 48*1024", f"    seq_len = {LANE}"),
         ("val_seq_len = 4*64*1024", f"val_seq_len = {EVAL}"),
         ("val_tokens = 10485760", f"val_tokens = {8 * EVAL}"),
-        ("(1728 * step / train_steps, n=128)", f"({1728 * BLOCK // 128} * step / train_steps, n={BLOCK})"),
+        (
+            "(1728 * step / train_steps, n=128)",
+            f"({1728 * BLOCK // 128} * step / train_steps, n={BLOCK})",
+        ),
         ("window_size // 128", f"window_size // {BLOCK}"),
         ("val_loss_every = 125", "val_loss_every = 0"),
     ],
@@ -172,7 +195,10 @@ def _r29_arrange(of: Callable[[str], np.ndarray]) -> dict[str, Any]:
         if layer != 7:
             attention += [*of(f"blocks.{layer}.attn.qkvo_w").mT]
         mlp += [of(f"blocks.{layer}.mlp.c_fc"), of(f"blocks.{layer}.mlp.c_proj")]
-    gates = [of(f"blocks.{n}.attn.attn_gate.weight").T if n != 7 else np.full((12, HEADS), -1) for n in range(12)]
+    gates = [
+        of(f"blocks.{n}.attn.attn_gate.weight").T if n != 7 else np.full((12, HEADS), -1)
+        for n in range(12)
+    ]
     scalars = of("scalars")
     value_scales = scalars[36:60].reshape(12, 2).copy()
     return {
@@ -205,7 +231,9 @@ def _r29_pack(tokens: np.ndarray) -> tuple[Any, ...]:
 
 def _r29_validate(namespace: dict[str, Any]) -> Any:
     args = namespace["args"]
-    return namespace["distributed_data_generator"](args.val_files, args.val_batch_size, -1, align_to_bos=False)
+    return namespace["distributed_data_generator"](
+        args.val_files, args.val_batch_size, -1, align_to_bos=False
+    )
 
 
 R29 = Case(
@@ -224,7 +252,10 @@ R29 = Case(
         ("val_loss_every: int = 125", "val_loss_every: int = 0"),
         ("warmup_steps = 30", "warmup_steps = 0"),
     ],
-    shorter=[("num_iterations: int = 1670", "num_iterations: int = 11"), ("step / 300", "step / 4")],
+    shorter=[
+        ("num_iterations: int = 1670", "num_iterations: int = 11"),
+        ("step / 300", "step / 4"),
+    ],
     shorter_fields={"STEPS": 11, "MOMENTUM_WARMUP": 4},
     arrange=_r29_arrange,
     setting=lambda number: ((3, 7, 11)[number],),
@@ -278,7 +309,8 @@ def _track3_validate(namespace: dict[str, Any]) -> Any:
 
 TRACK3 = Case(
     recipe_name="track3",
-    path="records/track_3_optimization/results/20260610_tuned_baseline_3250/263ea3c4-2b13-4adf-8a71-0410386b20e1.txt",
+    path="records/track_3_optimization/results/20260610_tuned_baseline_3250/"
+    "263ea3c4-2b13-4adf-8a71-0410386b20e1.txt",
     smaller=[
         ("head_dim=128", f"head_dim={WIDTH // HEADS}"),
         ("vocab_size=50304", f"vocab_size={VOCAB}"),

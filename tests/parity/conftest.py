@@ -1,4 +1,5 @@
-"""Parity fixtures: skip without modded-nanogpt's clone and PyTorch; print a table of agreement at the end."""
+"""Parity fixtures: skip without modded-nanogpt's clone and PyTorch; print a table of agreement at
+the end."""
 
 import importlib.util
 import os
@@ -19,7 +20,11 @@ if TORCH:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--print-golden", action="store_true", help="print the golden numbers instead of comparing them")
+    parser.addoption(
+        "--print-golden",
+        action="store_true",
+        help="print the golden numbers instead of comparing them",
+    )
 
 
 def missing() -> str:
@@ -46,15 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if FOLDER in item.path.parents:
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
-            # PyTorch's own: of schedulers that are stepped without an optimizer, of what it will rename.
-            item.add_marker(pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"))
+            # PyTorch's own: of schedulers that are stepped without an optimizer, of what it will
+            # rename.
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+            )
             item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning:torch"))
             item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning:torch"))
 
 
 @pytest.fixture
 def agree(record_property: Callable[[str, Any], None]) -> Callable[..., None]:
-    """``agree(recipe, kind, found, expected, limit)``: compare trees leaf by leaf, relative to each leaf's norm.
+    """``agree(recipe, kind, found, expected, limit)``: compare trees leaf by leaf, relative to each
+    leaf's norm.
 
     The largest difference goes into the table at the end; one above ``limit`` fails.
     """
@@ -84,7 +93,9 @@ def differences(found: Any, expected: Any) -> dict[str, float]:
         assert a.shape == b.shape, f"{jax.tree_util.keystr(path)}: {a.shape} and {b.shape}"
         norm = np.linalg.norm(b)
         difference = np.linalg.norm(a - b) / (norm if norm else 1.0)
-        result[jax.tree_util.keystr(path)] = float(difference) if np.isfinite(difference) else np.inf
+        result[jax.tree_util.keystr(path)] = (
+            float(difference) if np.isfinite(difference) else np.inf
+        )
     return result
 
 
@@ -103,7 +114,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     lines = [["recipe", *kinds], ["---"] * (1 + len(kinds))]
     for recipe in sorted(found):
         row = found[recipe]
-        lines.append([recipe, *(("" if k not in row else f"{row[k]:.1e}" if row[k] else "equal") for k in kinds)])
+        lines.append(
+            [
+                recipe,
+                *(("" if k not in row else f"{row[k]:.1e}" if row[k] else "equal") for k in kinds),
+            ]
+        )
     terminalreporter.section("largest relative difference from the records' own source")
     for line in lines:
         terminalreporter.write_line("| " + " | ".join(line) + " |")

@@ -1,4 +1,5 @@
-"""CPU stand-ins for CUDA, torch.distributed and custom kernels, to execute a record's script without GPUs."""
+"""CPU stand-ins for CUDA, torch.distributed and custom kernels, to execute a record's script
+without GPUs."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; make test-parity installs it")
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed; make test-parity installs it"
+)
 
 
 class Over:
@@ -22,7 +25,8 @@ class Over:
 
 
 class Anything:
-    """Stands for a module of kernels: every name in it, and what calling or indexing gives, is such a thing."""
+    """Stands for a module of kernels: every name in it, and what calling or indexing gives, is such
+    a thing."""
 
     __version__ = ""
 
@@ -45,13 +49,16 @@ class Anything:
 
 
 class OnHost(torch.overrides.TorchFunctionMode):
-    """Tensors meant for the GPU stay on the host; with ``exact``, those meant for bf16 become fp32."""
+    """Tensors meant for the GPU stay on the host; with ``exact``, those meant for bf16 become
+    fp32."""
 
     def __init__(self, exact: bool):
         super().__init__()
         self.exact = exact
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.bfloat16 and self.exact:
@@ -84,14 +91,18 @@ class World:
         with self._changed:
             number = self._next[rank]
             self._next[rank] += 1
-            self._sent.setdefault(number, [None] * self.size)[rank] = [t.detach().clone() for t in tensors]
+            self._sent.setdefault(number, [None] * self.size)[rank] = [
+                t.detach().clone() for t in tensors
+            ]
             self._changed.notify_all()
         return number
 
     def receive(self, number: int) -> list[list[Any]]:
         """Return what every rank has sent, once all have."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or all(s is not None for s in self._sent[number]))
+            self._changed.wait_for(
+                lambda: self._failed or all(s is not None for s in self._sent[number])
+            )
             if self._failed:
                 raise Abandoned
             parts = self._sent[number]
@@ -132,7 +143,8 @@ class Work:
 
 
 class Distributed:
-    """``torch.distributed`` for one rank. What is sent is what a tensor holds when a collective is issued."""
+    """``torch.distributed`` for one rank. What is sent is what a tensor holds when a collective is
+    issued."""
 
     ReduceOp = SimpleNamespace(AVG="mean", SUM="sum", MAX="max")
 
@@ -142,7 +154,9 @@ class Distributed:
         self.get_rank, self.get_world_size = lambda *_: rank, lambda *_: world.size
         self.init_process_group = self.destroy_process_group = lambda *_, **__: None
 
-    def _issue(self, sent: Sequence[Any], deliver: Callable[[list[list[Any]]], Any], async_op: bool) -> Work | None:
+    def _issue(
+        self, sent: Sequence[Any], deliver: Callable[[list[list[Any]]], Any], async_op: bool
+    ) -> Work | None:
         number = self._world.send(self._rank, sent)
         work = Work(lambda: deliver(self._world.receive(number)))
         if async_op:
@@ -157,7 +171,9 @@ class Distributed:
         return self._issue([tensor], lambda parts: tensor.copy_(parts[src][0]), async_op)
 
     def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
-        return self._issue([tensor], lambda parts: tensor.copy_(_reduced([p[0] for p in parts], op)), async_op)
+        return self._issue(
+            [tensor], lambda parts: tensor.copy_(_reduced([p[0] for p in parts], op)), async_op
+        )
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, async_op: bool = False) -> Any:
         def deliver(parts: Any) -> None:
@@ -180,20 +196,26 @@ class Distributed:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> Any:
-        sent = torch.split(tensor, list(input_split_sizes or [len(tensor) // self._world.size] * self._world.size))
+        sent = torch.split(
+            tensor, list(input_split_sizes or [len(tensor) // self._world.size] * self._world.size)
+        )
 
         def deliver(parts: Any) -> None:
             output.copy_(torch.cat([part[self._rank] for part in parts]))
 
         return self._issue(sent, deliver, async_op)
 
-    def reduce_scatter(self, output: Any, inputs: Sequence[Any], op: str = "sum", async_op: bool = False) -> Any:
+    def reduce_scatter(
+        self, output: Any, inputs: Sequence[Any], op: str = "sum", async_op: bool = False
+    ) -> Any:
         def deliver(parts: Any) -> None:
             output.copy_(_reduced([part[self._rank] for part in parts], op))
 
         return self._issue(inputs, deliver, async_op)
 
-    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: str = "sum", async_op: bool = False
+    ) -> Any:
         def deliver(parts: Any) -> None:
             mine = [part.reshape(self._world.size, -1)[self._rank] for (part,) in parts]
             output.copy_(_reduced(mine, op).view(output.shape))
@@ -209,7 +231,8 @@ def _reduced(parts: Sequence[Any], op: str) -> Any:
 
 
 class Library:
-    """``torch.library`` and ``torch.ops.nanogpt``: operators by their formulas, or by their own bodies."""
+    """``torch.library`` and ``torch.ops.nanogpt``: operators by their formulas, or by their own
+    bodies."""
 
     def __init__(self, formulas: Mapping[str, Callable[..., Any]], exact: bool):
         self._formulas, self._exact = formulas, exact
@@ -268,14 +291,23 @@ class BlockMask:
 
     @classmethod
     def from_kv_blocks(
-        cls, num: Any, indices: Any, full_num: Any, full_indices: Any, BLOCK_SIZE: int, mask_mod: Any
+        cls,
+        num: Any,
+        indices: Any,
+        full_num: Any,
+        full_indices: Any,
+        BLOCK_SIZE: int,
+        mask_mod: Any,
     ) -> "BlockMask":
-        """Of the listed key blocks of each query block: all of the full ones, of the others what the mask says."""
+        """Of the listed key blocks of each query block: all of the full ones, of the others what
+        the mask says."""
         blocks = num.shape[-1]
 
         def listed(num: Any, indices: Any) -> Any:
             chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
-            for query, (count, keys) in enumerate(zip(num[0, 0].tolist(), indices[0, 0], strict=True)):
+            for query, (count, keys) in enumerate(
+                zip(num[0, 0].tolist(), indices[0, 0], strict=True)
+            ):
                 chosen[query, keys[: max(count, 0)].long()] = True
             return chosen.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
 
@@ -291,9 +323,18 @@ def flex_attention(q: Any, k: Any, v: Any, *, block_mask: BlockMask, scale: floa
 
 
 def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, causal: bool, softmax_scale: float, window_size: Any, **_: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    causal: bool,
+    softmax_scale: float,
+    window_size: Any,
+    **_: Any,
 ) -> Any:
-    """Softmax attention ``[T, H, K]`` within sequences that start at ``cu_seqlens_q``, ``window_size[0]`` keys back."""
+    """Softmax attention ``[T, H, K]`` within sequences that start at ``cu_seqlens_q``,
+    ``window_size[0]`` keys back."""
     assert causal
     t = torch.arange(len(q))
     sequence = torch.searchsorted(cu_seqlens_q.long().unique(), t, right=True)

@@ -1,4 +1,5 @@
-"""Execute a modded-nanogpt record's own script on a CPU in fp32, with GPUs and processes replaced."""
+"""Execute a modded-nanogpt record's own script on a CPU in fp32, with GPUs and processes
+replaced."""
 
 import ast
 import builtins
@@ -44,23 +45,28 @@ def text_of(clone: str, path: str, revision: str = "HEAD") -> str:
 
 
 def replaced(text: str, replacements: Iterable[Replacement]) -> str:
-    """Replace each ``(old, new)``, or ``(old, new, times)``, which must occur exactly once, or so many times."""
+    """Replace each ``(old, new)``, or ``(old, new, times)``, which must occur exactly once, or so
+    many times."""
     for old, new, *rest in replacements:
         times = rest[0] if rest else 1
         if (found := text.count(old)) != times:
-            raise AssertionError(f"the record's text has {old!r} {found} times, not {times}: another version?")
+            raise AssertionError(
+                f"the record's text has {old!r} {found} times, not {times}: another version?"
+            )
         text = text.replace(old, new)
     return text
 
 
 class Original:
-    """A record's script in a world of ``world`` ranks, each a thread, executed up to its training loop.
+    """A record's script in a world of ``world`` ranks, each a thread, executed up to its training
+    loop.
 
-    ``replacements`` shrink it (see :func:`replaced`). ``modules`` are what it imports and CPUs have not, by dotted
-    name, or a function that makes them for a rank; ``formulas`` take the place of its functions that launch kernels,
-    once the script is executed. ``folder`` holds what the script reads by relative path, such as
-    ``data/fineweb10B``. With ``exact``, bf16 and fp16 become fp32 and custom operators their formulas in
-    ``operators``; without, their bodies run with FP8 products emulated.
+    ``replacements`` shrink it (see :func:`replaced`). ``modules`` are what it imports and CPUs have
+    not, by dotted name, or a function that makes them for a rank; ``formulas`` take the place of
+    its functions that launch kernels, once the script is executed. ``folder`` holds what the script
+    reads by relative path, such as ``data/fineweb10B``. With ``exact``, bf16 and fp16 become fp32
+    and custom operators their formulas in ``operators``; without, their bodies run with FP8
+    products emulated.
     """
 
     def __init__(
@@ -104,9 +110,13 @@ class Original:
         """What rank 0 calls ``name``."""
         return self.ranks[0].namespace[name]
 
-    def each(self, function: Callable[["Rank"], Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    def each(
+        self, function: Callable[["Rank"], Any], ranks: Sequence[int] | None = None
+    ) -> list[Any]:
         """Return ``function(rank)`` of every rank, or of some, at once."""
-        chosen = [self.ranks[number] for number in (range(len(self.ranks)) if ranks is None else ranks)]
+        chosen = [
+            self.ranks[number] for number in (range(len(self.ranks)) if ranks is None else ranks)
+        ]
         results: list[Any] = [None] * len(chosen)
         errors: list[BaseException] = []
 
@@ -138,7 +148,8 @@ class Original:
         self.each(go)
 
     def load(self, values: Named | Callable[[int], Named], model: str = "model") -> None:
-        """Set the parameters of the model by name, on every rank or to ``values(rank)``; all names must be there."""
+        """Set the parameters of the model by name, on every rank or to ``values(rank)``; all names
+        must be there."""
 
         def fill(rank: Rank) -> None:
             named = dict(rank.namespace[model].named_parameters())
@@ -163,12 +174,15 @@ class Original:
         """The gradients of a rank's model by name; zeros where there is none."""
         named = self.ranks[rank].namespace[model].named_parameters()
         return {
-            name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.detach().float().numpy().copy()
+            name: np.zeros(p.shape, np.float32)
+            if p.grad is None
+            else p.grad.detach().float().numpy().copy()
             for name, p in named
         }
 
     def feed(self, grads: Callable[[int], Mapping[str, np.ndarray]], model: str = "model") -> None:
-        """From here on the training loop's backward pass n (from 0) leaves the gradients ``grads(n)``, by name."""
+        """From here on the training loop's backward pass n (from 0) leaves the gradients
+        ``grads(n)``, by name."""
 
         for rank in self.ranks:
             rank.namespace[model] = Fed(rank.model(model), grads)
@@ -176,7 +190,8 @@ class Original:
 
 @dataclass
 class Rank:
-    """One process of the script: its namespace, and the losses that its model has formed, call by call."""
+    """One process of the script: its namespace, and the losses that its model has formed, call by
+    call."""
 
     number: int
     original: Original
@@ -187,7 +202,10 @@ class Rank:
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.namespace |= {"__name__": "record", "__builtins__": {**vars(builtins), **self._builtins()}}
+        self.namespace |= {
+            "__name__": "record",
+            "__builtins__": {**vars(builtins), **self._builtins()},
+        }
 
     def model(self, name: str = "model") -> Any:
         """The script's model, whether or not gradients are fed in its place."""
@@ -197,7 +215,9 @@ class Rank:
     def _builtins(self) -> dict[str, Any]:
         modules = self._modules()
 
-        def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        def load(
+            name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+        ) -> Any:
             wanted = name if fromlist else name.split(".")[0]
             if wanted in modules:
                 return modules[wanted]
@@ -212,7 +232,12 @@ class Rank:
 
     def _modules(self) -> dict[str, Any]:
         world, number = self.original.world, self.number
-        environment = {**os.environ, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world.size)}
+        environment = {
+            **os.environ,
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(world.size),
+        }
         environment["DATA_PATH"] = str(self.folder)
         here = self.folder
 
@@ -228,11 +253,15 @@ class Rank:
             "cuda": Anything(),
             "_inductor": Anything(),
             "_dynamo": Anything(),
-            "compile": lambda made=None, **_: made if made is not None else (lambda function: function),
+            "compile": lambda made=None, **_: (
+                made if made is not None else (lambda function: function)
+            ),
             "device": lambda *_: torch.device("cpu"),
             "nn": Over(torch.nn, functional=functional),
             "distributed": dist,
-            "futures": SimpleNamespace(collect_all=lambda works: Work(lambda: [w.wait() for w in works]), Future=Work),
+            "futures": SimpleNamespace(
+                collect_all=lambda works: Work(lambda: [w.wait() for w in works]), Future=Work
+            ),
             "library": library,
             "ops": library.ops,
             "_scaled_mm": scaled_mm,
@@ -259,7 +288,9 @@ class Rank:
             **self.modules,
         }
 
-    def _cross_entropy(self, logits: Any, targets: Any, reduction: str = "mean", **rest: Any) -> Any:
+    def _cross_entropy(
+        self, logits: Any, targets: Any, reduction: str = "mean", **rest: Any
+    ) -> Any:
         each = torch.nn.functional.cross_entropy(logits, targets, reduction="none", **rest)
         self.losses.append(each.detach().numpy().copy())
         return {"mean": each.mean, "sum": each.sum, "none": lambda: each}[reduction]()
@@ -291,7 +322,8 @@ class Fed:
 
 
 def _split(tree: ast.Module) -> tuple[ast.Module, ast.Module]:
-    """Return what comes before the loop over training steps, and the loop, over other steps and of one trial."""
+    """Return what comes before the loop over training steps, and the loop, over other steps and of
+    one trial."""
     body: list[ast.stmt] = []
     todo = list(tree.body)
     while todo:
@@ -301,7 +333,9 @@ def _split(tree: ast.Module) -> tuple[ast.Module, ast.Module]:
                 todo = statement.body + todo
                 continue
             if ast.unparse(statement.iter) == "range(train_steps + 1)":
-                statement.iter = ast.copy_location(ast.Name("steps_of_the_test", ast.Load()), statement.iter)
+                statement.iter = ast.copy_location(
+                    ast.Name("steps_of_the_test", ast.Load()), statement.iter
+                )
                 return ast.Module(body, []), ast.Module([statement], [])
         body.append(statement)
     raise AssertionError("the record has no loop over range(train_steps + 1)")

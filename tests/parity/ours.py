@@ -1,4 +1,5 @@
-"""Our side of the comparison: parameters under the record's names, losses, gradients, updates, steps, in fp32."""
+"""Our side of the comparison: parameters under the record's names, losses, gradients, updates,
+steps, in fp32."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,28 +24,40 @@ Named = Mapping[str, np.ndarray]
 
 
 class Names:
-    """Where each element of our arrays lies in the record's: ``arrange(of)`` builds our tree from arrays by name.
+    """Where each element of our arrays lies in the record's: ``arrange(of)`` builds our tree from
+    arrays by name.
 
-    ``arrange`` may stack, slice, transpose and pad with -1, nothing else: it is tried once on the elements' numbers.
+    ``arrange`` may stack, slice, transpose and pad with -1, nothing else: it is tried once on the
+    elements' numbers.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], arrange: Callable[[Callable[[str], np.ndarray]], Tree]):
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        arrange: Callable[[Callable[[str], np.ndarray]], Tree],
+    ):
         self.shapes = shapes
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         starts = dict(zip(shapes, np.cumsum([0, *sizes]), strict=False))
         self._size = sum(sizes)
         self._starts = starts
-        self._places = arrange(lambda name: starts[name] + np.arange(int(np.prod(shapes[name]))).reshape(shapes[name]))
+        self._places = arrange(
+            lambda name: starts[name] + np.arange(int(np.prod(shapes[name]))).reshape(shapes[name])
+        )
 
     def ours(self, theirs: Named) -> Tree:
         """Our tree of the record's arrays; zeros where the record has nothing."""
-        flat = np.concatenate([np.ravel(theirs[name]) for name in self.shapes] + [np.zeros(1)]).astype(np.float32)
+        flat = np.concatenate(
+            [np.ravel(theirs[name]) for name in self.shapes] + [np.zeros(1)]
+        ).astype(np.float32)
         return jax.tree.map(lambda place: flat[place], self._places)
 
     def theirs(self, ours: Tree, rest: float = 0.0) -> dict[str, np.ndarray]:
         """The record's arrays of our tree; ``rest`` in those elements that we have not."""
         flat = np.full(self._size + 1, rest, np.float32)
-        jax.tree.map(lambda place, value: flat.__setitem__(place, np.asarray(value)), self._places, ours)
+        jax.tree.map(
+            lambda place, value: flat.__setitem__(place, np.asarray(value)), self._places, ours
+        )
         return {
             name: flat[start : start + int(np.prod(self.shapes[name]))].reshape(self.shapes[name])
             for name, start in self._starts.items()
@@ -61,9 +74,11 @@ def stage_at(recipe: Recipe, number: int) -> Stage:
 
 
 class Forward:
-    """Losses and gradients of a recipe in one program for all stages of one lane length, or in one for each.
+    """Losses and gradients of a recipe in one program for all stages of one lane length, or in one
+    for each.
 
-    One, where ``attention`` is not ours but takes windows that are known only when the program runs (``alike``).
+    One, where ``attention`` is not ours but takes windows that are known only when the program runs
+    (``alike``).
     """
 
     def __init__(self, recipe: Recipe, alike: bool = False):
@@ -104,7 +119,8 @@ def one_device() -> Any:
 
 
 def late(state: Any, number: int) -> Any:
-    """An optimizer's fresh state whose schedules stand at step ``number``; Adam's own count stays at 0."""
+    """An optimizer's fresh state whose schedules stand at step ``number``; Adam's own count stays
+    at 0."""
 
     def at(part: Any) -> Any:
         if isinstance(part, MuonState):
@@ -138,39 +154,57 @@ def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[
     mesh = one_device()
     device = device_of(mesh)
     _, shardings = program.state_shardings(recipe, "zero1", mesh)
-    state = jax.jit(lambda s: step.init_state(recipe, s, "zero1", mesh), out_shardings=shardings)(np.uint32(0))
-    state["params"] = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state["params"])
+    state = jax.jit(lambda s: step.init_state(recipe, s, "zero1", mesh), out_shardings=shardings)(
+        np.uint32(0)
+    )
+    state["params"] = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding), params, state["params"]
+    )
     compiled: dict[Any, Any] = {}
-    at_once = recipe.lanes * recipe.stages[0].lane_len if len({s.lane_len for s in recipe.stages}) == 1 else None
+    at_once = (
+        recipe.lanes * recipe.stages[0].lane_len
+        if len({s.lane_len for s in recipe.stages}) == 1
+        else None
+    )
     found = []
     for number, tokens in enumerate(batches):
         stage = stage_at(recipe, number)
         key = (id(stage), number % recipe.period)
         if key not in compiled:
-            placement, index = place(recipe, mesh, "zero1", device, at_once), recipe.stages.index(stage)
+            placement, index = (
+                place(recipe, mesh, "zero1", device, at_once),
+                recipe.stages.index(stage),
+            )
             compiled[key] = program.fit(recipe, placement, index, number % recipe.period)[0]
-        state, metrics = compiled[key](state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh)))
+        state, metrics = compiled[key](
+            state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh))
+        )
         found.append(float(metrics["loss"]))
     return found, jax.tree.map(np.asarray, state["params"])
 
 
 def batches(recipe: Recipe, folder: Path, split: str, count: int) -> list[np.ndarray]:
-    """The first batches of the shards that :func:`write_shards` left: of training, or all rows of validation as one."""
+    """The first batches of the shards that :func:`write_shards` left: of training, or all rows of
+    validation as one."""
     shards = find_split(folder / "data" / "fineweb10B", split)
     common: dict[str, Any] = {"bos_id": recipe.data.bos_id, "prefetch": 0}
     if split == "val":
         lanes = recipe.eval_tokens // recipe.eval_len
         loader = TokenLoader(shards, lanes=lanes, lane_len=recipe.eval_len, **common)
     else:
-        loader = TokenLoader(shards, lanes=recipe.lanes, schedule=recipe.stages, align="bos", **common)
+        loader = TokenLoader(
+            shards, lanes=recipe.lanes, schedule=recipe.stages, align="bos", **common
+        )
     with loader:
         return [np.array(batch.tokens) for batch, _ in zip(loader, range(count), strict=False)]
 
 
 def check_draws(recipe: Recipe, expected: Tree) -> None:
-    """Compare what we draw at first with ``expected``: constants are equal; what is drawn has the same spread, nearly
-    the same largest value, and the same matrices start at zero."""
-    found = jax.tree.map(np.asarray, jax.jit(lambda: init_parameters(recipe.parameters, jax.random.key(0)))())
+    """Compare what we draw at first with ``expected``: constants are equal; what is drawn has the
+    same spread, nearly the same largest value, and the same matrices start at zero."""
+    found = jax.tree.map(
+        np.asarray, jax.jit(lambda: init_parameters(recipe.parameters, jax.random.key(0)))()
+    )
     for key, spec in recipe.parameters.items():
         if key == "largest":
             continue
@@ -179,8 +213,11 @@ def check_draws(recipe: Recipe, expected: Tree) -> None:
         if value.std() < 1e-6 or value.size < 500:
             np.testing.assert_allclose(ours, value, rtol=1e-6, err_msg=key)
         else:
-            # The largest of some thousand normal numbers is itself somewhat random; of uniform ones it is the bound.
+            # The largest of some thousand normal numbers is itself somewhat random; of uniform ones
+            # it is the bound.
             np.testing.assert_allclose(ours.std() / value.std(), 1, atol=0.1, err_msg=key)
-            np.testing.assert_allclose(np.abs(ours).max() / np.abs(value).max(), 1, atol=0.4, err_msg=key)
+            np.testing.assert_allclose(
+                np.abs(ours).max() / np.abs(value).max(), 1, atol=0.4, err_msg=key
+            )
             assert [bool(part.any()) for part in value] == [bool(part.any()) for part in ours], key
     np.testing.assert_array_equal(expected["embed"], expected["head"])

@@ -1,4 +1,5 @@
-"""Effect of storing parameters in bf16, without an fp32 copy, in record 89's Adam over a whole run."""
+"""Effect of storing parameters in bf16, without an fp32 copy, in record 89's Adam over a whole
+run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,8 @@ BIASES = {"mudd_b2": (20.0, 1.1**0.5 / 0.1, 10.0, 0.5, -5.0), "mudd_gate_b2": (2
 def adam_of_a_run(
     script: Original, label: str, starts: Sequence[float], gradients: np.ndarray
 ) -> Mapping[str, np.ndarray]:
-    """Where numbers end in bf16, as the record stores them, and in fp32: ``gradients`` has one for every update."""
+    """Where numbers end in bf16, as the record stores them, and in fp32: ``gradients`` has one for
+    every update."""
 
     def run(rank: Rank) -> dict[str, np.ndarray]:
         import torch
@@ -25,10 +27,16 @@ def adam_of_a_run(
         for dtype in (torch.bfloat16, torch.float32):
             p = torch.tensor(starts, dtype=torch.float32).to(dtype)
             zeros = torch.zeros(len(starts))
-            optimizer.param_states[p] = {"step": 0, "exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone()}
+            optimizer.param_states[p] = {
+                "step": 0,
+                "exp_avg": zeros.clone(),
+                "exp_avg_sq": zeros.clone(),
+            }
             for step, gradient in zip(odd, gradients, strict=True):
                 config.lr = config.initial_lr * schedule.get_lr(step)
-                optimizer._adam_update(p, torch.full((len(starts),), float(gradient)).to(dtype), config, 0)
+                optimizer._adam_update(
+                    p, torch.full((len(starts),), float(gradient)).to(dtype), config, 0
+                )
             del optimizer.param_states[p]
             ends[str(dtype).split(".")[1]] = p.float().numpy()
         return ends

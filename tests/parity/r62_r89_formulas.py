@@ -12,12 +12,15 @@ from . import r62_r89_fp8
 def kernels(found: list[np.ndarray], past_end: bool, fp8: list[Any] | None) -> dict[str, Any]:
     """Return the modules that the scripts import, with formulas for kernels.
 
-    The loss of each token's own target goes into ``found``, an array for each call. ``past_end``: whether the gradient
-    of several targets also has those past the end of a lane, as record 89's kernel has it and record 62's has not.
-    ``fp8``: those of record 89 cast to 8 bits and leave their operands here.
+    The loss of each token's own target goes into ``found``, an array for each call. ``past_end``:
+    whether the gradient of several targets also has those past the end of a lane, as record 89's
+    kernel has it and record 62's has not. ``fp8``: those of record 89 cast to 8 bits and leave
+    their operands here.
     """
 
-    def cross_entropy(logits: Any, targets: Any, weights: Any, prefixes: Any = None, prefix_weight: Any = 0.0) -> Any:
+    def cross_entropy(
+        logits: Any, targets: Any, weights: Any, prefixes: Any = None, prefix_weight: Any = 0.0
+    ) -> Any:
         z = 23.0 * torch.sigmoid((logits + 5.0) / 7.5)
         lse, rows = torch.logsumexp(z, dim=-1), torch.arange(len(z))
         losses = torch.zeros(len(z))
@@ -36,7 +39,14 @@ def kernels(found: list[np.ndarray], past_end: bool, fp8: list[Any] | None) -> d
         return losses
 
     def fused_head(
-        x: Any, targets: Any, weights: Any, prefixes: Any, prefix_weight: Any, head: Any, *_: Any, **__: Any
+        x: Any,
+        targets: Any,
+        weights: Any,
+        prefixes: Any,
+        prefix_weight: Any,
+        head: Any,
+        *_: Any,
+        **__: Any,
     ) -> Any:
         return cross_entropy(x @ head, targets, weights, prefixes, prefix_weight)
 
@@ -61,7 +71,9 @@ def kernels(found: list[np.ndarray], past_end: bool, fp8: list[Any] | None) -> d
     return {
         "kernels": SimpleNamespace(get_kernel=lambda *_, **__: flash),
         "triton_kernels": triton,
-        "dc_triton_kernels": SimpleNamespace(dc_attention_postonly_nodd_correction_add_base_triton=composed),
+        "dc_triton_kernels": SimpleNamespace(
+            dc_attention_postonly_nodd_correction_add_base_triton=composed
+        ),
     }
 
 
@@ -79,21 +91,43 @@ def seen(length: int, starts: Any, window: int) -> Any:
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, causal: bool, softmax_scale: float, window_size: Any, **_: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    causal: bool,
+    softmax_scale: float,
+    window_size: Any,
+    **_: Any,
 ) -> Any:
     """Softmax attention ``[T, H, K]`` within documents."""
     assert causal and window_size[1] == 0
     scores = torch.einsum("thk,shk->hts", q, k) * softmax_scale
-    weights = torch.softmax(scores.masked_fill(~seen(len(q), cu_seqlens_q, window_size[0]), -torch.inf), dim=-1)
+    weights = torch.softmax(
+        scores.masked_fill(~seen(len(q), cu_seqlens_q, window_size[0]), -torch.inf), dim=-1
+    )
     return torch.einsum("hts,shk->thk", weights, v).contiguous()
 
 
 def composed(
-    base: Any, q: Any, k: Any, v: Any, weights: Any, _: Any, *, scaling: float, window: int, seq_lens: Any
+    base: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    weights: Any,
+    _: Any,
+    *,
+    scaling: float,
+    window: int,
+    seq_lens: Any,
 ) -> Any:
-    """Add to ``base`` what probabilities that are mixed over heads make of values, ``window`` tokens with the query."""
+    """Add to ``base`` what probabilities that are mixed over heads make of values, ``window``
+    tokens with the query."""
     take, give = (w[0] for w in weights)
     scores = torch.einsum("thk,shk->hts", q[0], k[0]) * scaling
-    p = torch.softmax(scores.masked_fill(~seen(q.shape[1], seq_lens, window - 1), -torch.inf), dim=-1)
+    p = torch.softmax(
+        scores.masked_fill(~seen(q.shape[1], seq_lens, window - 1), -torch.inf), dim=-1
+    )
     mixed = torch.einsum("th,hts->ts", take, p)
     return base + give[..., None] * torch.einsum("ts,shk->thk", mixed, v[0]).view(base.shape)

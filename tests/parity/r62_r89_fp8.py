@@ -13,9 +13,11 @@ def as_e4m3(x: Any) -> Any:
 
 
 def modules(cross_entropy: Any, calls: list[Any]) -> dict[str, Any]:
-    """What to put in place of formulas without 8 bits; ``cross_entropy(logits, ...)`` is the loss of a head's logits.
+    """What to put in place of formulas without 8 bits; ``cross_entropy(logits, ...)`` is the loss
+    of a head's logits.
 
-    ``calls`` get (what it is, operands, result) of every product forward, and of backward (..., gradient, gradients).
+    ``calls`` get (what it is, operands, result) of every product forward, and of backward (...,
+    gradient, gradients).
     """
 
     class Mlp(torch.autograd.Function):
@@ -40,7 +42,12 @@ def modules(cross_entropy: Any, calls: list[Any]) -> dict[str, Any]:
             else:
                 post = torch.relu(x_f8.view(x.shape).float() @ up_f8.float().T * dequant).square()
                 partial_amax.fill_(post.max())
-                y = as_e4m3(post / activation_scale).float() @ down_f8.float() * activation_scale * down_scale
+                y = (
+                    as_e4m3(post / activation_scale).float()
+                    @ down_f8.float()
+                    * activation_scale
+                    * down_scale
+                )
             ctx.save_for_backward(x, up, down, post)
             calls.append(("mlp", (x, up, down, post.max()), y))
             return y[None]
@@ -72,14 +79,25 @@ def modules(cross_entropy: Any, calls: list[Any]) -> dict[str, Any]:
             return *grads, None, None, None
 
     def head_and_loss(
-        x: Any, targets: Any, weights: Any, prefixes: Any, share: Any, head: Any, x_s: float, w_s: float, *rest: float
+        x: Any,
+        targets: Any,
+        weights: Any,
+        prefixes: Any,
+        share: Any,
+        head: Any,
+        x_s: float,
+        w_s: float,
+        *rest: float,
     ) -> Any:
-        # The scale of gradients is meant for those of a lane that weighs as in the record; here it weighs 1.
+        # The scale of gradients is meant for those of a lane that weighs as in the record; here it
+        # weighs 1.
         grad_s, weight = rest
         logits = Head.apply(x, head, x_s, w_s, grad_s / weight)
         return cross_entropy(logits, targets, weights, prefixes, share)
 
-    def quantise_down(weights: Any, storage: Any, next_scales: Any, used_scales: Any, _: Any) -> None:
+    def quantise_down(
+        weights: Any, storage: Any, next_scales: Any, used_scales: Any, _: Any
+    ) -> None:
         storage.copy_(as_e4m3(weights / next_scales[:, None, None]).mT)
         used_scales.copy_(next_scales)
         next_scales.copy_(weights.abs().amax((1, 2)).clamp(min=1e-12) * (1.12 / 448))

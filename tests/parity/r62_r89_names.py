@@ -13,7 +13,8 @@ from .ours import Names, Tree
 
 
 def channels(width: int, head: int) -> np.ndarray:
-    """The record's channel for each of ours: neighbours turn together there, channels ``head`` / 4 apart here."""
+    """The record's channel for each of ours: neighbours turn together there, channels ``head`` / 4
+    apart here."""
     half = head // 2
     one = np.concatenate([np.arange(0, half, 2), np.arange(1, half, 2), np.arange(half, head)])
     return np.concatenate([one + start for start in range(0, width, head)])
@@ -30,11 +31,19 @@ def to(rows: int, bank: np.ndarray) -> np.ndarray:
 
 
 def _of_62(of: Callable[[str], np.ndarray], recipe: Recipe) -> Tree:
-    width, rows = recipe.attention_width, {name: sum(spec.shape[:1]) for name, spec in leaves(recipe.parameters)}
+    width, rows = (
+        recipe.attention_width,
+        {name: sum(spec.shape[:1]) for name, spec in leaves(recipe.parameters)},
+    )
     order, scalars = channels(width, width // HEADS), of("scalars")
     attention = of("attn_bank").reshape(10, 4, width, width)
-    attention = np.stack([attention[:, n, order] if n < 2 else attention[:, n] for n in range(4)], axis=1)
-    attention, mlp = attention.reshape(40, width, width), of("mlp_bank")[:11].reshape(22, 4 * width, width)
+    attention = np.stack(
+        [attention[:, n, order] if n < 2 else attention[:, n] for n in range(4)], axis=1
+    )
+    attention, mlp = (
+        attention.reshape(40, width, width),
+        of("mlp_bank")[:11].reshape(22, 4 * width, width),
+    )
     return {
         "embed": of("embed.weight"),
         "head": of("lm_head.weight").T,
@@ -57,7 +66,10 @@ def _of_62(of: Callable[[str], np.ndarray], recipe: Recipe) -> Tree:
 
 
 def _of_89(of: Callable[[str], np.ndarray], recipe: Recipe) -> Tree:
-    width, rows = recipe.attention_width, {name: sum(spec.shape[:1]) for name, spec in leaves(recipe.parameters)}
+    width, rows = (
+        recipe.attention_width,
+        {name: sum(spec.shape[:1]) for name, spec in leaves(recipe.parameters)},
+    )
     order, scalars = channels(2 * width // HEADS, width // HEADS), of("scalars")
     table = of("value_embeds")
     return {
@@ -87,13 +99,15 @@ def _of_89(of: Callable[[str], np.ndarray], recipe: Recipe) -> Tree:
 
 
 def in_kinds(table: np.ndarray) -> np.ndarray:
-    """The gates of both sets kind by kind, as ours lie: the record's go layer by layer where both enter a layer."""
+    """The gates of both sets kind by kind, as ours lie: the record's go layer by layer where both
+    enter a layer."""
     early = [*range(18), *range(18, 26, 2), *range(19, 26, 2), *range(26, 41)]
     late = [*range(18), 28, *range(18, 28, 2), *range(19, 28, 2), *range(29, 41)]
     return np.stack([table[0, early], table[1, late]])
 
 
 def sign_table(width: int) -> np.ndarray:
-    """Our signs of bigrams as the record's table: row r is for two tokens whose xor is r modulo its length."""
+    """Our signs of bigrams as the record's table: row r is for two tokens whose xor is r modulo its
+    length."""
     pairs = np.stack([np.zeros(SIGN_ROWS, np.int32), np.arange(SIGN_ROWS, dtype=np.int32)], axis=1)
     return np.asarray(signs(jnp.asarray(pairs), width)[:, 1], np.float32)

@@ -18,9 +18,11 @@ from .synthetic import documents, write_shards
 
 
 class Pair:
-    """The record's script (``script``), our recipe (``recipe``) and which of our elements are which of its.
+    """The record's script (``script``), our recipe (``recipe``) and which of our elements are which
+    of its.
 
-    ``own_losses``: of each token's own target, one array for every lane the script's model has trained on.
+    ``own_losses``: of each token's own target, one array for every lane the script's model has
+    trained on.
     """
 
     def __init__(self, name: str, clone: str, folder: Path, size: Size, **more: Any):
@@ -56,7 +58,8 @@ def without_maxima(tree: Tree) -> Tree:
 
 
 def write_small_shards(folder: Path, size: Size) -> None:
-    """Three training shards and one of validation, of documents that the records cut and of shorter ones."""
+    """Three training shards and one of validation, of documents that the records cut and of shorter
+    ones."""
     rng = np.random.default_rng(0)
     write_shards(folder, "train", [documents(rng, size.bos, 60_000, 200) for _ in range(3)])
     write_shards(folder, "val", [documents(rng, size.bos, 9 * size.eval_len, 200)])
@@ -79,4 +82,6 @@ def with_wider_window(script: Any, layer_calls: slice) -> Any:
 
 def full_stages(recipe: Recipe, steps: tuple[int, ...]) -> list[Any]:
     """The recipe's first stages with other numbers of steps."""
-    return [dataclasses.replace(stage, steps=n) for stage, n in zip(recipe.stages, steps, strict=False)]
+    return [
+        dataclasses.replace(stage, steps=n) for stage, n in zip(recipe.stages, steps, strict=False)
+    ]

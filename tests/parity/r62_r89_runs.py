@@ -1,4 +1,5 @@
-"""Losses and gradients of records 62/89 and ours, on batches from the record's own data generator."""
+"""Losses and gradients of records 62/89 and ours, on batches from the record's own data
+generator."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -24,13 +25,17 @@ def starts(recipe: Recipe) -> list[int]:
     return [sum(stage.steps for stage in recipe.stages[:n]) for n in range(len(recipe.stages))]
 
 
-def cut(script: Original, recipe: Recipe, stage: int | None, count: int, skip: int = 0) -> list[Lane]:
+def cut(
+    script: Original, recipe: Recipe, stage: int | None, count: int, skip: int = 0
+) -> list[Lane]:
     """Lanes from the record's generator: of a stage's training, or of validation."""
 
     def take(rank: Rank) -> list[Lane]:
         args, make = rank.namespace["args"], rank.namespace["distributed_data_generator"]
         if stage is None:
-            lanes = make(args.val_files, args.val_batch_size, -1, grad_accum_steps=8, align_to_bos=False)
+            lanes = make(
+                args.val_files, args.val_batch_size, -1, grad_accum_steps=8, align_to_bos=False
+            )
         else:
             length, most = recipe.stages[stage].lane_len, recipe.stages[stage].max_doc_len
             lanes = make(args.train_files, 8 * length, most, grad_accum_steps=8)
@@ -80,14 +85,17 @@ def at_step(rank: Rank, recipe: Recipe, step: int) -> Any:
 def theirs(
     script: Original, found: list[np.ndarray], recipe: Recipe, step: int, lanes: Sequence[Lane]
 ) -> tuple[np.ndarray, float, Named]:
-    """Of a training step before its update: (each token's loss, the mean over lanes of what is descended on, grads)."""
+    """Of a training step before its update: (each token's loss, the mean over lanes of what is
+    descended on, grads)."""
 
     def run(rank: Rank) -> float:
         manager, model = at_step(rank, recipe, step), rank.namespace["model"]
         model.train()
         model.zero_grad(set_to_none=True)
         found.clear()
-        total = sum(model(*lane[:4], manager.get_forward_args()).sum() for lane in lanes) / len(lanes)
+        total = sum(model(*lane[:4], manager.get_forward_args()).sum() for lane in lanes) / len(
+            lanes
+        )
         total.backward()
         return float(total.detach())
 
@@ -102,14 +110,18 @@ def updated(script: Original, step: int, lanes: Sequence[Lane]) -> Named:
     def run(rank: Rank) -> None:
         manager, model = rank.namespace["training_manager"], rank.namespace["model"]
         manager.advance_schedule(step)
-        (sum(model(*lane[:4], manager.get_forward_args()).sum() for lane in lanes) / len(lanes)).backward()
+        (
+            sum(model(*lane[:4], manager.get_forward_args()).sum() for lane in lanes) / len(lanes)
+        ).backward()
         manager.step_optimizers(step)
 
     script.each(run)
     return script.parameters()
 
 
-def evaluated(script: Original, recipe: Recipe, lanes: Sequence[Lane], final: bool = True) -> np.ndarray:
+def evaluated(
+    script: Original, recipe: Recipe, lanes: Sequence[Lane], final: bool = True
+) -> np.ndarray:
     """Each token's loss in the record's last validation."""
 
     def run(rank: Rank) -> np.ndarray:
@@ -135,7 +147,9 @@ class Ours:
     def __init__(self, recipe: Recipe):
         self.recipe, self._compiled = recipe, {}
 
-    def trained(self, params: Tree, step: int, tokens: np.ndarray) -> tuple[np.ndarray, float, Tree]:
+    def trained(
+        self, params: Tree, step: int, tokens: np.ndarray
+    ) -> tuple[np.ndarray, float, Tree]:
         """As :func:`theirs`."""
         number = max(n for n, start in enumerate(starts(self.recipe)) if start <= step)
         stage = self.recipe.stages[number]
@@ -144,12 +158,16 @@ class Ours:
         def total(params: Tree, tokens: Any, step: Any) -> Any:
             ctx = Context(stage, training=True, step=step)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            sums, losses = self.recipe.loss(params, inputs, targets, jnp.full(targets.shape, weight), ctx)
+            sums, losses = self.recipe.loss(
+                params, inputs, targets, jnp.full(targets.shape, weight), ctx
+            )
             return sums, (losses, sums)
 
         if number not in self._compiled:
             self._compiled[number] = jax.jit(jax.grad(total, has_aux=True))
-        grads, (losses, sums) = self._compiled[number](params, jnp.asarray(tokens, jnp.int32), jnp.int32(step))
+        grads, (losses, sums) = self._compiled[number](
+            params, jnp.asarray(tokens, jnp.int32), jnp.int32(step)
+        )
         return np.asarray(losses), float(sums), jax.tree.map(np.asarray, grads)
 
     def evaluated(self, params: Tree, tokens: np.ndarray) -> np.ndarray:
@@ -161,7 +179,8 @@ class Ours:
 
 
 def lanes_of(script: Original, tokens: np.ndarray) -> list[Lane]:
-    """Lanes of given tokens ``[B, T + 1]``, which start with a document, as the record's generator makes them."""
+    """Lanes of given tokens ``[B, T + 1]``, which start with a document, as the record's generator
+    makes them."""
 
     def make(rank: Rank) -> list[Lane]:
         import torch

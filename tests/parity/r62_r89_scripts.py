@@ -12,7 +12,9 @@ from .original import Original, Replacement, text_of
 
 OPENED = "with open(os.path.join(os.path.dirname(sys.argv[0]), '{}'), 'r')"
 R89 = "train_gpt.py", "f411b3d3"  # newer commits have other records there
-R62 = "records/track_1_short/2026-01-19_BigramHashEmbedding/40ec7bb6-14b3-46f8-90b7-bb5ed188faba.txt"
+R62 = (
+    "records/track_1_short/2026-01-19_BigramHashEmbedding/40ec7bb6-14b3-46f8-90b7-bb5ed188faba.txt"
+)
 
 
 def script(
@@ -26,11 +28,15 @@ def script(
     world: int = 1,
     bos: int | None = None,
 ) -> tuple[Original, list[np.ndarray]]:
-    """Execute a record's script up to its training loop: (the script, losses of its training as they are formed).
+    """Execute a record's script up to its training loop: (the script, losses of its training as
+    they are formed).
 
-    ``past_end`` and ``fp8`` as :func:`r62_r89_formulas.kernels` takes them; ``bos`` where it is not of ``size``.
+    ``past_end`` and ``fp8`` as :func:`r62_r89_formulas.kernels` takes them; ``bos`` where it is not
+    of ``size``.
     """
-    text = (text_of(clone, R62) if name == "r62" else text_of(clone, *R89)).split("-" * 40 + "\n# triton_kernels.py")[0]
+    text = (text_of(clone, R62) if name == "r62" else text_of(clone, *R89)).split(
+        "-" * 40 + "\n# triton_kernels.py"
+    )[0]
     found: list[np.ndarray] = []
     bos = size.bos if bos is None else bos
     changes = [*_both(name, size, bos), *(_of_62(size) if name == "r62" else _of_89(size, bos))]
@@ -89,7 +95,10 @@ def _of_89(size: Size, bos: int) -> list[Replacement]:
     table = {length: 64 for length in (*size.lanes, size.eval_len)}
     return [
         (OPENED.format("dc_triton_kernels.py"), "with open('record', 'r')"),
-        ("torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count", "1"),
+        (
+            "torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count",
+            "1",
+        ),
         ("window=112", f"window={size.composed}"),
         ("self.block_size = 128", f"self.block_size = {size.block}"),
         ("num_scheduled_iterations: int = 1270", f"num_scheduled_iterations: int = {size.steps}"),
@@ -106,5 +115,8 @@ def _of_89(size: Size, bos: int) -> list[Replacement]:
             "sorted(byte_to_id.items())",
             f"sorted((b, tid) for b, tid in byte_to_id.items() if tid < min(vocab_size, {bos}))",
         ),
-        ("TRAIN_MAX_NUM_DOCS = {16384: 64, 32768: 96, 49152: 128}", f"TRAIN_MAX_NUM_DOCS = {table}"),
+        (
+            "TRAIN_MAX_NUM_DOCS = {16384: 64, 32768: 96, 49152: 128}",
+            f"TRAIN_MAX_NUM_DOCS = {table}",
+        ),
     ]

@@ -1,4 +1,5 @@
-"""Updates of records 62 and 89 and of our optimizers on the same gradients, at any step of their schedules."""
+"""Updates of records 62 and 89 and of our optimizers on the same gradients, at any step of their
+schedules."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,10 @@ from .ours import Named, Tree
 def drawn(tree: Tree, seed: int) -> Tree:
     """Gradients like ``tree``."""
     rng = np.random.default_rng(seed)
-    return {name: np.asarray(1e-2 * rng.standard_normal(value.shape), np.float32) for name, value in tree.items()}
+    return {
+        name: np.asarray(1e-2 * rng.standard_normal(value.shape), np.float32)
+        for name, value in tree.items()
+    }
 
 
 class Theirs:
@@ -53,7 +57,8 @@ class Theirs:
 
 
 class Ours:
-    """Our optimizer, a step at a time on given gradients; those of slow parameters are summed as in a training step."""
+    """Our optimizer, a step at a time on given gradients; those of slow parameters are summed as in
+    a training step."""
 
     def __init__(self, recipe: Recipe, params: Tree):
         self.recipe, self.optimizer = recipe, recipe.optimizer()
@@ -72,7 +77,7 @@ class Ours:
         def moved(state: Any) -> Any:
             parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, MuonState))
             number = step if any(isinstance(part, MuonState) for part in parts) else step // 2
-            counts = lambda a: jnp.ndim(a) == 0 and a.dtype == jnp.int32  # noqa: E731
+            counts = lambda a: jnp.ndim(a) == 0 and a.dtype == jnp.int32
             return jax.tree.map(lambda a: jnp.int32(number) if counts(a) else a, state)
 
         inner = {group: moved(state) for group, state in self.state.inner_states.items()}
@@ -90,7 +95,8 @@ class Ours:
 def changes(
     theirs: Theirs, ours: Ours, names: Any, windows: Sequence[range], gradients: Any = drawn
 ) -> Iterator[tuple[int, Tree, Tree]]:
-    """Yield (step, our changes of every parameter, the record's) in every step of ``windows``, which start even."""
+    """Yield (step, our changes of every parameter, the record's) in every step of ``windows``,
+    which start even."""
     before = names.ours(theirs.script.parameters()), ours.params
     for window in windows:
         theirs.jump(window.start)
@@ -99,6 +105,8 @@ def changes(
             grads = gradients(ours.params, step)
             grads = names.ours(names.theirs(grads))  # zeros in padding
             after = names.ours(theirs.step(step, names.theirs(grads))), ours.step(step, grads)
-            moved = [{name: a[name] - b[name] for name in a} for a, b in zip(after, before, strict=True)]
+            moved = [
+                {name: a[name] - b[name] for name in a} for a, b in zip(after, before, strict=True)
+            ]
             before = after
             yield step, moved[1], moved[0]

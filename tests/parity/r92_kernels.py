@@ -1,4 +1,5 @@
-"""What record 92's GPU kernels compute, as plain differentiable PyTorch, beside the Python of its kernel modules."""
+"""What record 92's GPU kernels compute, as plain differentiable PyTorch, beside the Python of its
+kernel modules."""
 
 import ast
 from types import SimpleNamespace
@@ -12,17 +13,21 @@ from .cpu_stand_ins import Anything, Over
 
 # Of each module the statements that are executed as they are; everything else launches kernels.
 AS_THEY_ARE = {
-    "bigram_kernels.py": "BGX_TRI_CH2 H_B1 HIST_ROWS _want_unique bgpull_want_build bgcache_land bgfuse_send_cast "
-    "bgadam_hist_alloc bgadam_hist_push",
+    "bigram_kernels.py": (
+        "BGX_TRI_CH2 H_B1 HIST_ROWS _want_unique bgpull_want_build bgcache_land bgfuse_send_cast "
+        "bgadam_hist_alloc bgadam_hist_push"
+    ),
     "fuse_tiny_kernels.py": "FT_BLOCK _SC_COLS afe_flatten afe_run_fused",
     "triton_kernels.py": "_SNS_BUFS",
 }
 
 
 def modules(texts: dict[str, str], found: list[np.ndarray], size: Any) -> dict[str, Any]:
-    """Return the modules that the script imports: what :data:`AS_THEY_ARE` names of their ``texts``, and formulas.
+    """Return the modules that the script imports: what :data:`AS_THEY_ARE` names of their
+    ``texts``, and formulas.
 
-    The loss of each token's own target goes into ``found``, an array for each call of a loss in training.
+    The loss of each token's own target goes into ``found``, an array for each call of a loss in
+    training.
     """
     made = formulas.kernels(found, past_end=False, fp8=None)
     triton = made["triton_kernels"]
@@ -42,13 +47,16 @@ def modules(texts: dict[str, str], found: list[np.ndarray], size: Any) -> dict[s
 
     def sns_init(_: Any, counts: Any, vocab: int, rows: int, model_dim: int) -> None:
         for name, kind in triton._SNS_BUFS:
-            triton._SNS_IDX[name] = torch.full(({"P": max(counts), "T": rows}[kind],), -1, dtype=torch.int64)
+            triton._SNS_IDX[name] = torch.full(
+                ({"P": max(counts), "T": rows}[kind],), -1, dtype=torch.int64
+            )
 
     triton.FusedSoftcappedCrossEntropy = SimpleNamespace(apply=all_columns)
     triton.SampledSoftcappedCrossEntropy = SimpleNamespace(apply=some_columns)
     triton.sns_init = sns_init
     # Only FP8 reads what these prepare.
-    for name in "quantize_mlp_weights_dual quantize_weights_dual_ntiles prime_stage_cache sns_gather".split():
+    for name in "quantize_mlp_weights_dual quantize_weights_dual_ntiles prime_stage_cache \
+sns_gather".split():
         setattr(triton, name, lambda *_, **__: None)
 
     def planes(table: Any, tokens: Any) -> Any:
@@ -70,10 +78,13 @@ def modules(texts: dict[str, str], found: list[np.ndarray], size: Any) -> dict[s
             return None, None, None
 
     tables = SimpleNamespace(
-        value_embedding_planes_selected_load=planes, value_embedding_planes_selected_load_into=Into.apply
+        value_embedding_planes_selected_load=planes,
+        value_embedding_planes_selected_load_into=Into.apply,
     )
     attention = SimpleNamespace(
-        PackedFP8QKVPre=None, QKNormRoPEPad=queries_and_keys, quantize_dual_layout_packed_batched=None
+        PackedFP8QKVPre=None,
+        QKNormRoPEPad=queries_and_keys,
+        quantize_dual_layout_packed_batched=None,
     )
     tiny = SimpleNamespace(**_executed("fuse_tiny_kernels.py", texts), _sns_copy_evt=None)
     tiny.sns_war_record = lambda: None
@@ -92,14 +103,17 @@ def modules(texts: dict[str, str], found: list[np.ndarray], size: Any) -> dict[s
 
 
 def _executed(name: str, texts: dict[str, str]) -> dict[str, Any]:
-    """Execute those statements of a module that are named in :data:`AS_THEY_ARE`, and return what they define."""
+    """Execute those statements of a module that are named in :data:`AS_THEY_ARE`, and return what
+    they define."""
     wanted = set(AS_THEY_ARE[name].split())
 
     def defined(statement: ast.stmt) -> set[str]:
         if isinstance(statement, ast.FunctionDef):
             return {statement.name}
         targets = statement.targets if isinstance(statement, ast.Assign) else []
-        return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        return {
+            node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+        }
 
     body = [statement for statement in ast.parse(texts[name]).body if defined(statement) & wanted]
     kernel = SimpleNamespace(cdiv=lambda n, by: -(-n // by)), Launched()
@@ -118,7 +132,9 @@ class Launched:
         return self.run
 
     @staticmethod
-    def run(p: Any, g: Any, m: Any, v: Any, segments: Any, table: Any, count: int, **_: Any) -> None:
+    def run(
+        p: Any, g: Any, m: Any, v: Any, segments: Any, table: Any, count: int, **_: Any
+    ) -> None:
         beta1, fresh1, beta2, fresh2, eps, step, decay, active = table[segments.long()].T
         new_m, new_v = m * beta1 + fresh1 * g, v * beta2 + fresh2 * g * g
         change = new_m / (new_v.sqrt() + eps) * step
@@ -127,14 +143,17 @@ class Launched:
             old.copy_(torch.where(active != 0, new, old))
 
 
-def queries_and_keys(x: Any, cosines: Any, sines: Any, heads: int, _: int, paired: bool, from_before: bool) -> Any:
+def queries_and_keys(
+    x: Any, cosines: Any, sines: Any, heads: int, _: int, paired: bool, from_before: bool
+) -> Any:
     """Normalise and turn queries and keys ``[T, 2 H, K]``; channels in pairs of neighbours."""
     tokens, _, width = x.shape
     x = torch.nn.functional.rms_norm(x, (width,))
     swapped = x.view(tokens, 2 * heads, -1, 2).flip(-1).view(x.shape)
     if paired:  # a row has the factors of two positions, for even heads and for odd ones
         cosines, sines = (
-            f.view(tokens, 1, 2, width).expand(-1, heads, -1, -1).reshape(x.shape) for f in (cosines, sines)
+            f.view(tokens, 1, 2, width).expand(-1, heads, -1, -1).reshape(x.shape)
+            for f in (cosines, sines)
         )
     else:
         cosines, sines = cosines[:, None], sines[:, None]
@@ -149,7 +168,8 @@ def queries_and_keys(x: Any, cosines: Any, sines: Any, heads: int, _: int, paire
 
 
 def signed_rows(table: Any, rows: Any, signs: Any, tokens: Any, sink: Any) -> Any:
-    """The sum of each token's bigram and trigram, with their signs; gradients go to ``sink``, one after the other."""
+    """The sum of each token's bigram and trigram, with their signs; gradients go to ``sink``, one
+    after the other."""
     found = table[rows].detach()
     found = found if sink is None else found + sink
     before, more = (torch.cat([tokens.new_zeros(n), tokens[:-n]]) for n in (1, 2))
@@ -157,14 +177,18 @@ def signed_rows(table: Any, rows: Any, signs: Any, tokens: Any, sink: Any) -> An
     of_three = (26801 * more) ^ (39779 * before) ^ (58699 * tokens)
     of_two[:1], of_three[:2] = 0, 0
     last = len(signs) - 1
-    return found[: len(tokens)] * signs[of_two & last] + found[len(tokens) :] * signs[of_three & last]
+    return (
+        found[: len(tokens)] * signs[of_two & last] + found[len(tokens) :] * signs[of_three & last]
+    )
 
 
 def adam_of_rows(
-    _m: Any, v: Any, p: Any, g: Any, rows: Any, last: Any, history: Any, now: int, beta1: float, beta2: float,
+    _m: Any, v: Any, p: Any, g: Any, rows: Any, last: Any, history: Any, now: int, beta1: float,
+    beta2: float,
     eps: float, rate: float, decay: float, fresh1: float, fresh2: float, out: Any = None,
 ) -> Any:  # fmt: skip
-    """Adam with one second moment a row, for ``rows``, after the decay that they owe since ``last``."""
+    """Adam with one second moment a row, for ``rows``, after the decay that they owe since
+    ``last``."""
     assert beta1 == 0
     if out is not None:
         return out.copy_(p[rows.long()])

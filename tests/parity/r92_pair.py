@@ -28,9 +28,11 @@ NGRAMS = "bigram_embed.weight"  # each process has its part
 
 
 class Pair:
-    """The record's script (``script``), our recipe (``recipe``) and which of our elements are which of its.
+    """The record's script (``script``), our recipe (``recipe``) and which of our elements are which
+    of its.
 
-    ``own_losses``: of each process, of each token's own target, an array for every lane that its model has trained on.
+    ``own_losses``: of each process, of each token's own target, an array for every lane that its
+    model has trained on.
     """
 
     def __init__(self, texts: Mapping[str, str], folder: Path, size: Size):
@@ -56,12 +58,15 @@ class Pair:
         def negatives(need: int, mark: np.ndarray, _: int) -> np.ndarray:
             count, targets = int(need + mark[:vocab].sum()), np.flatnonzero(mark[:vocab])
             start = rank.number * vocab // WORLD + now[0] * count
-            return np.setdiff1d(np.asarray(candidates(jnp.asarray(targets), vocab, count, start)[0]), targets)
+            return np.setdiff1d(
+                np.asarray(candidates(jnp.asarray(targets), vocab, count, start)[0]), targets
+            )
 
         manager.sns_stage, manager._sns_negatives = sns_stage, negatives
 
     def start(self, apart: bool = False) -> Tree:
-        """Give both the same parameters, and return them; ``apart``: the embedding is not the head's."""
+        """Give both the same parameters, and return them; ``apart``: the embedding is not the
+        head's."""
         params = filled(self.recipe)
         params["mudd_groups"] = params["mudd_groups"] / 6
         if apart:
@@ -86,7 +91,8 @@ class Pair:
         return self.mine(named[0] | {NGRAMS: np.concatenate([part[NGRAMS] for part in named])})
 
     def cut(self, stage: int | None) -> list[Lane]:
-        """A lane of each process from the record's generator: of a stage's training, or of validation."""
+        """A lane of each process from the record's generator: of a stage's training, or of
+        validation."""
 
         def take(rank: Rank) -> Lane:
             args, make = rank.namespace["args"], rank.namespace["distributed_data_generator"]
@@ -100,8 +106,8 @@ class Pair:
         return self.script.each(take)
 
     def trained(self, step: int, lanes: Sequence[Lane]) -> tuple[np.ndarray, float, Tree]:
-        """Of a training step before its update: (each token's loss, the mean over processes of what is descended on,
-        our gradients)."""
+        """Of a training step before its update: (each token's loss, the mean over processes of what
+        is descended on, our gradients)."""
 
         def run(rank: Rank) -> tuple[np.ndarray, float, Named]:
             import torch
@@ -110,11 +116,16 @@ class Pair:
             inputs, targets, documents, rows = lanes[rank.number]
             manager.sns_upload(manager.sns_stage(step, targets.numpy()))
             model.bg_cache.copy_(torch.from_numpy(self.ngrams))
-            sink, values = torch.zeros(len(rows), self.size.width, requires_grad=True), manager._velite_buf.zero_()
+            sink, values = (
+                torch.zeros(len(rows), self.size.width, requires_grad=True),
+                manager._velite_buf.zero_(),
+            )
             model.train()
             model.zero_grad(set_to_none=True)
             self.own_losses[rank.number].clear()
-            total = model(inputs, targets, documents, rows, manager.get_forward_args(), sink, values).sum()
+            total = model(
+                inputs, targets, documents, rows, manager.get_forward_args(), sink, values
+            ).sum()
             total.backward()
             grads = self.script.gradients(rank=rank.number)
             grads |= {NGRAMS: np.zeros_like(self.ngrams), "value_embeds": values.numpy().copy()}
@@ -131,7 +142,10 @@ class Pair:
         def run(rank: Rank) -> np.ndarray:
             import torch
 
-            manager, model = runs.at_step(rank, self.recipe, self.recipe.steps), rank.namespace["model"]
+            manager, model = (
+                runs.at_step(rank, self.recipe, self.recipe.steps),
+                rank.namespace["model"],
+            )
             manager.apply_final_ws_ext()
             for angles in (model.yarn, model.yarn_paired_head, model.yarn_wide):
                 angles.r2_ensure_full()
@@ -154,7 +168,9 @@ class Pair:
             calls = count()
 
             def attention(*args: Any, window_size: Any, **rest: Any) -> Any:
-                return plain(*args, window_size=(window_size[0] + (next(calls) == number), 0), **rest)
+                return plain(
+                    *args, window_size=(window_size[0] + (next(calls) == number), 0), **rest
+                )
 
             rank.namespace["flash_attn_interface"].flash_attn_varlen_func = attention
 
@@ -179,16 +195,24 @@ class Pair:
         self.script.each(give)
 
     def lane(self, tokens: np.ndarray) -> Lane:
-        """A lane of given tokens ``[T + 1]``, which start with a document, as the record's generator makes it."""
+        """A lane of given tokens ``[T + 1]``, which start with a document, as the record's
+        generator makes it."""
 
         def make(rank: Rank) -> Lane:
             import torch
 
             starts = [*np.flatnonzero(tokens[:-1] == self.size.bos), len(tokens) - 1]
             borders = [n for a, b in pairwise(starts) for n in range(a, b, self.size.segment)]
-            ends = torch.tensor([*borders, *[len(tokens) - 1] * (64 - len(borders))], dtype=torch.int32)
+            ends = torch.tensor(
+                [*borders, *[len(tokens) - 1] * (64 - len(borders))], dtype=torch.int32
+            )
             row = torch.from_numpy(np.ascontiguousarray(tokens, np.int32))
-            return row[:-1], row[1:].long(), ends, rank.namespace["get_sgsame_hash"](row[:-1]).clone()
+            return (
+                row[:-1],
+                row[1:].long(),
+                ends,
+                rank.namespace["get_sgsame_hash"](row[:-1]).clone(),
+            )
 
         return self.script.each(make, [0])[0]
 
@@ -230,8 +254,9 @@ def _arranged(of: Callable[[str], np.ndarray], recipe: Recipe, size: Size) -> Tr
 
 
 def in_kinds(table: np.ndarray) -> np.ndarray:
-    """The gates of both sets kind by kind, as ours lie, and -1 for what only the other set has: the record's have some
-    that nothing reads, and go layer by layer where the start and n-grams enter."""
+    """The gates of both sets kind by kind, as ours lie, and -1 for what only the other set has: the
+    record's have some that nothing reads, and go layer by layer where the start and n-grams enter.
+    """
     early = [*range(18), 18, 20, 22, 19, 21]
     late = [*range(12, 18), 28, 18, 20, 22, 19, 21, 27]
     rest = np.full((len(early) - len(late), *table.shape[2:]), -1)

@@ -1,4 +1,5 @@
-"""Record 92 on a CPU: its script, from the log of a certified run, at a small size, kernels and systems replaced."""
+"""Record 92 on a CPU: its script, from the log of a certified run, at a small size, kernels and
+systems replaced."""
 
 import hashlib
 import re
@@ -28,8 +29,9 @@ WORLD = 2  # one process gathers nothing, and so never lands rows of n-grams
 
 @dataclass(frozen=True)
 class Size:
-    """What is smaller than in the record. ``steps`` are those that shape the schedule, before ``growth`` more in stage
-    2 and the extension; lanes have ``unit`` times 8, 16, 24, 20 and 8 tokens, documents ``documents``."""
+    """What is smaller than in the record. ``steps`` are those that shape the schedule, before
+    ``growth`` more in stage 2 and the extension; lanes have ``unit`` times 8, 16, 24, 20 and 8
+    tokens, documents ``documents``."""
 
     vocab: int = 512
     bos: int = 500
@@ -74,45 +76,90 @@ class Size:
             if len(quarters) < quarter + 1:
                 quarters[step] = (0.20, 0.15, 0.10, 0.05)[quarter]
         cut = [self.documents[n] for n in (0, 1, 1, 2, 2, 2, 2)]
-        fields: dict[str, Any] = {"VOCAB": self.vocab, "BOS": self.bos, "WIDTH": self.width, "MLP_WIDTH": self.mlp}
-        fields |= {"NGRAMS": self.ngrams, "MUDD_WIDTH": self.mudd, "BLOCK": self.block, "LANES": WORLD}
-        fields |= {"STEPS": (a, self.slow_tables - a, b - self.slow_tables, ramp - b, c - ramp, d - c, e - d)}
-        fields |= {"LANE_LENS": tuple(self.unit * n for n in (8, 16, 16, 24, 24, 20, 8)), "MAX_DOCS": (64,) * 7}
+        fields: dict[str, Any] = {
+            "VOCAB": self.vocab,
+            "BOS": self.bos,
+            "WIDTH": self.width,
+            "MLP_WIDTH": self.mlp,
+        }
+        fields |= {
+            "NGRAMS": self.ngrams,
+            "MUDD_WIDTH": self.mudd,
+            "BLOCK": self.block,
+            "LANES": WORLD,
+        }
+        fields |= {
+            "STEPS": (
+                a,
+                self.slow_tables - a,
+                b - self.slow_tables,
+                ramp - b,
+                c - ramp,
+                d - c,
+                e - d,
+            )
+        }
+        fields |= {
+            "LANE_LENS": tuple(self.unit * n for n in (8, 16, 16, 24, 24, 20, 8)),
+            "MAX_DOCS": (64,) * 7,
+        }
         fields |= {"MAX_DOC_LENS": tuple(cut), "SEGMENT": self.segment}
         narrow, middle, wide = self.columns
         fields |= {"COLUMNS": (narrow,) * 3 + (middle, wide, self.vocab, self.vocab)}
         fields |= {"SHARES": ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0})}
         fields |= {"PREFIX_SHARE": {0: 0.25, **quarters, b: 0.0}, "LAST_TIED": d | 1}
         fields |= {"MOMENTUM": {0: 0.85, self.warmup: 0.93, e - self.end: 0.93, e: 0.85}}
-        fields |= {"RAILS": (self.engage, 0.85, 0.98, 0.4385), "COOLDOWN": {int(d * (1 - 0.80)): 0.0, d: 1.0}}
+        fields |= {
+            "RAILS": (self.engage, 0.85, 0.98, 0.4385),
+            "COOLDOWN": {int(d * (1 - 0.80)): 0.0, d: 1.0},
+        }
         long, short = self.last_steps
         fields |= {"LAST_STEPS": self.last_steps, "FORGET": 53 / short}
-        fields |= {"EVAL_LEN": self.eval_len, "EVAL_TOKENS": 2 * WORLD * self.eval_len, "EVAL_CHUNK": self.eval_len}
+        fields |= {
+            "EVAL_LEN": self.eval_len,
+            "EVAL_TOKENS": 2 * WORLD * self.eval_len,
+            "EVAL_CHUNK": self.eval_len,
+        }
         fields |= {"COMPUTE": "float32", "FP8": "off", "OWN_KERNELS": "off"}
         return [f"{name}={value}" for name, value in fields.items()]
 
 
-FULL = Size(steps=1122, growth=52, extension=20, slow_tables=336, warmup=240, end=50, engage=514, last_steps=(298, 250))
+FULL = Size(
+    steps=1122,
+    growth=52,
+    extension=20,
+    slow_tables=336,
+    warmup=240,
+    end=50,
+    engage=514,
+    last_steps=(298, 250),
+)
 
 
 def has_log(clone: str) -> bool:
     """Whether the clone's newest commit has the log; those from before the record have not."""
-    return not subprocess.run(["git", "-C", clone, "cat-file", "-e", f"HEAD:{LOG}"], capture_output=True).returncode
+    return not subprocess.run(
+        ["git", "-C", clone, "cat-file", "-e", f"HEAD:{LOG}"], capture_output=True
+    ).returncode
 
 
 def files(clone: str) -> dict[str, str]:
-    """Return the record's six files by name, out of the log; raise AssertionError unless they are those published."""
+    """Return the record's six files by name, out of the log; raise AssertionError unless they are
+    those published."""
     first, *rest = re.split(r"\n\n-{40}\n# (\w+\.py)\n-{40}\n\n", text_of(clone, LOG))
     texts = {"train_gpt.py": first, **dict(zip(rest[::2], rest[1::2], strict=True))}
-    texts["value_embed_op.py"] = texts["value_embed_op.py"].rstrip("\n") + "\n"  # the log ends it with one more
+    # the log ends it with one more
+    texts["value_embed_op.py"] = texts["value_embed_op.py"].rstrip("\n") + "\n"
     found = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
     assert found == SHA256, f"the log's files are not those of the record: {found}"
     return texts
 
 
-def script(texts: Mapping[str, str], folder: Path, size: Size) -> tuple[Original, list[list[np.ndarray]]]:
-    """Execute the script up to its training loop in two processes: (the script, of each process the losses of next
-    tokens in training, an array for each lane)."""
+def script(
+    texts: Mapping[str, str], folder: Path, size: Size
+) -> tuple[Original, list[list[np.ndarray]]]:
+    """Execute the script up to its training loop in two processes: (the script, of each process the
+    losses of next tokens in training, an array for each lane)."""
     found: list[list[np.ndarray]] = [[] for _ in range(WORLD)]
 
     def modules(rank: int) -> dict[str, Any]:
@@ -120,7 +167,9 @@ def script(texts: Mapping[str, str], folder: Path, size: Size) -> tuple[Original
         made["kernels"].eager = eager
         return made
 
-    return Original(texts["train_gpt.py"], changes(size), folder=folder, world=WORLD, modules=modules), found
+    return Original(
+        texts["train_gpt.py"], changes(size), folder=folder, world=WORLD, modules=modules
+    ), found
 
 
 def changes(size: Size) -> list[Replacement]:
@@ -142,7 +191,10 @@ def changes(size: Size) -> list[Replacement]:
         ("mudd_gate_dim = 64", f"mudd_gate_dim = {size.mudd}"),
         ("rot_dim = 64 ", f"rot_dim = {half} "),
         ("else 64\n", f"else {half}\n"),
-        ("self.d_qk == 64 and self.head_dim == 2 * 64", f"self.d_qk == {half} and self.head_dim == {size.head}"),
+        (
+            "self.d_qk == 64 and self.head_dim == 2 * 64",
+            f"self.d_qk == {half} and self.head_dim == {size.head}",
+        ),
         ("[:, :64, :]", f"[:, :{half}, :]", 2),
         ("[:, :, :64, :]", f"[:, :, :{half}, :]"),
         ("[:, :, :, :64, :]", f"[:, :, :, :{half}, :]", 2),
@@ -160,9 +212,15 @@ def changes(size: Size) -> list[Replacement]:
         ("train_max_seq_len=3072", f"train_max_seq_len={size.documents[2]}", 3),
         ("VIRTUAL_SEQ_CAP = 2560 ", f"VIRTUAL_SEQ_CAP = {cap} "),
         ("VIRTUAL_SEQ_CAP % 128", f"VIRTUAL_SEQ_CAP % {size.block}"),
-        ("{16384: 64, 32768: 96, 40960: 128, 49152: 128}", str({size.unit * n: 64 for n in (8, 16, 20, 24)})),
+        (
+            "{16384: 64, 32768: 96, 40960: 128, 49152: 128}",
+            str({size.unit * n: 64 for n in (8, 16, 20, 24)}),
+        ),
         ("val_tokens: int = 10485760", f"val_tokens: int = {2 * WORLD * size.eval_len}"),
-        ("val_batch_size: int = 4 * 64 * 1024 * 8", f"val_batch_size: int = {WORLD * size.eval_len}"),
+        (
+            "val_batch_size: int = 4 * 64 * 1024 * 8",
+            f"val_batch_size: int = {WORLD * size.eval_len}",
+        ),
         ("BOS_ID = 50256", f"BOS_ID = {size.bos}"),
         # A smaller vocabulary has the first of GPT-2's byte pairs.
         (
@@ -173,7 +231,10 @@ def changes(size: Size) -> list[Replacement]:
         ("[14336, 14336, 24576]", f"[{middle}, {middle}, {wide}]"),
         ('"KX_STEPS", "1122"', f'"KX_STEPS", "{size.steps}"'),
         ("SCHEDULE_GROWTH_STEPS = 52", f"SCHEDULE_GROWTH_STEPS = {size.growth}"),
-        ("num_extension_iterations: int = 20 ", f"num_extension_iterations: int = {size.extension} "),
+        (
+            "num_extension_iterations: int = 20 ",
+            f"num_extension_iterations: int = {size.extension} ",
+        ),
         ("ADAM_PERIOD4_START = 336", f"ADAM_PERIOD4_START = {size.slow_tables}", 2),
         ("0.4385, 514", f"0.4385, {size.engage}"),
         (
@@ -193,7 +254,10 @@ def changes(size: Size) -> list[Replacement]:
         ("model.quantize_attn_fp8()\nmodel.quantize_mlp_fp8()\n", ""),
         ("prime_stage_cache()\n\n", ""),
         ("_fixk_selftest(model.lm_head.weight.device, model.lm_head.w_s)\n", ""),
-        ("_fixk_lerp_upcast(_pv, self.bufs[_lbl], rate)", "self.bufs[_lbl].lerp_(_pv.float(), rate)"),
+        (
+            "_fixk_lerp_upcast(_pv, self.bufs[_lbl], rate)",
+            "self.bufs[_lbl].lerp_(_pv.float(), rate)",
+        ),
         # bf16 weights and 16 bits beside them are one fp32 number.
         ("_sl.view(torch.uint16)", "_sl"),
         ("assert p.dtype == mantissa.dtype == torch.uint16\n", "shadow = p\n"),
@@ -205,7 +269,10 @@ def changes(size: Size) -> list[Replacement]:
         ("_fa3_so = next(_pl.Path(_fa3.__file__).parent.glob('_flash_attn3_cuda_*.so'))\n", ""),
         ("_hl.sha256(_fa3_so.read_bytes()).hexdigest() == \\\n", "True or \\\n"),
         ("{flash_attn_interface.__file__}", ""),
-        ("_CG = _CGraphRunner()\n_TG2 = _TailGraphs2()\n", "from kernels import eager\n_CG, _TG2 = eager(globals())\n"),
+        (
+            "_CG = _CGraphRunner()\n_TG2 = _TailGraphs2()\n",
+            "from kernels import eager\n_CG, _TG2 = eager(globals())\n",
+        ),
         ("for step in warmup_steps:", "for step in ():"),
         ("_cf_drain()\n_CF_PTRS = _cf_baked_ptrs()\n", ""),
         ("_cf_check_ptrs(_CF_PTRS)\ndel _CF_PTRS\n", ""),
@@ -217,7 +284,8 @@ def changes(size: Size) -> list[Replacement]:
 
 
 class Eager:
-    """In the place of the record's graphs of kernels: forward and backward pass, and nothing to do for FP8."""
+    """In the place of the record's graphs of kernels: forward and backward pass, and nothing to do
+    for FP8."""
 
     def __init__(self, space: dict[str, Any]):
         self.space, self.losses = space, []
@@ -230,7 +298,9 @@ class Eager:
         manager = self.space["training_manager"]
         self.sink = manager.bgsp_sink(len(slots))
         args = manager.get_forward_args()
-        loss = self.space["model"](inputs, targets, cum_seqlens, slots, args, self.sink, manager._velite_buf)
+        loss = self.space["model"](
+            inputs, targets, cum_seqlens, slots, args, self.sink, manager._velite_buf
+        )
         self.loss = loss.sum()
         self.losses.append(float(self.loss.detach()))
 

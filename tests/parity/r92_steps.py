@@ -1,4 +1,5 @@
-"""Updates of record 92 and of our optimizers on the same gradients, at any step of their schedules."""
+"""Updates of record 92 and of our optimizers on the same gradients, at any step of their
+schedules."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,10 +23,15 @@ BANKS = ("queries_keys", "values_outs", "mlp")
 
 
 class Ours:
-    """Our optimizers and averages, a step at a time on given gradients, summed as in a training step."""
+    """Our optimizers and averages, a step at a time on given gradients, summed as in a training
+    step."""
 
     def __init__(self, recipe: Recipe, params: Tree):
-        self.recipe, self.optimizer, self.rows = recipe, recipe.optimizer(), recipe.row_optimizers()["ngrams"]
+        self.recipe, self.optimizer, self.rows = (
+            recipe,
+            recipe.optimizer(),
+            recipe.row_optimizers()["ngrams"],
+        )
         self.params = dict(params)
         self.state = self.optimizer.init(without_lazy(recipe, params))
         self.of_rows = self.rows.init(jnp.asarray(params["ngrams"]))
@@ -33,7 +39,9 @@ class Ours:
         self.sums: Tree = {}
         self._update = jax.jit(self._one, static_argnames="due")
 
-    def _one(self, grads: Tree, params: Tree, state: Any, of_rows: Any, means: Any, number: Any, due: int) -> Any:
+    def _one(
+        self, grads: Tree, params: Tree, state: Any, of_rows: Any, means: Any, number: Any, due: int
+    ) -> Any:
         dense, grads_of_dense = (without_lazy(self.recipe, tree) for tree in (params, grads))
         changes, state = self.optimizer.update(grads_of_dense, state, dense, due=due)
         new, table = optax.apply_updates(dense, changes), params["ngrams"]
@@ -49,7 +57,7 @@ class Ours:
 
         def moved(group: str, state: Any) -> Any:
             number = step if group in BANKS else tables if group == "tables" else step // 2
-            counts = lambda a: jnp.ndim(a) == 0 and a.dtype == jnp.int32  # noqa: E731
+            counts = lambda a: jnp.ndim(a) == 0 and a.dtype == jnp.int32
             return jax.tree.map(lambda a: jnp.int32(number) if counts(a) else a, state)
 
         inner = {group: moved(group, state) for group, state in self.state.inner_states.items()}
@@ -63,7 +71,9 @@ class Ours:
         waits = {name for name, spec in self.recipe.parameters.items() if due % spec.every}
         self.sums = {name: total[name] for name in waits}
         state = self.params, self.state, self.of_rows, self.means
-        self.params, self.state, self.of_rows, self.means = self._update(total, *state, jnp.int32(number), due=due)
+        self.params, self.state, self.of_rows, self.means = self._update(
+            total, *state, jnp.int32(number), due=due
+        )
         return jax.tree.map(np.asarray, self.params)
 
     def end(self) -> Tree:
@@ -91,7 +101,8 @@ class Theirs:
         self.pair.script.each(move)
 
     def step(self, number: int, grads: Tree) -> Tree:
-        """Add ``grads`` to what is there, let the record update, and return the parameters as ours."""
+        """Add ``grads`` to what is there, let the record update, and return the parameters as
+        ours."""
         named = self.pair.names.theirs(grads)
 
         def update(rank: Rank) -> None:
@@ -111,7 +122,8 @@ class Theirs:
                     grad = torch.from_numpy(np.array(named[name])).view(p.shape)
                     p.grad = grad if p.grad is None else p.grad + grad
             manager.step_optimizers(number)
-            rank.namespace["ags_flush"](rank.namespace["model"])  # what it gathers at the start of the next step
+            # what it gathers at the start of the next step
+            rank.namespace["ags_flush"](rank.namespace["model"])
 
         self.pair.script.each(update)
         return self.pair.parameters()
@@ -126,8 +138,8 @@ def some_rows(params: Tree, step: int) -> Tree:
 
 
 def changes(pair: Pair, windows: Sequence[range]) -> Iterator[tuple[int, Tree, Tree]]:
-    """Yield (step, our changes of every parameter, the record's) in every step of ``windows``, which start where all
-    parameters have just been updated."""
+    """Yield (step, our changes of every parameter, the record's) in every step of ``windows``,
+    which start where all parameters have just been updated."""
     params = pair.start()
     theirs, ours = Theirs(pair), Ours(pair.recipe, params)
     before = pair.parameters(), ours.params
@@ -136,10 +148,12 @@ def changes(pair: Pair, windows: Sequence[range]) -> Iterator[tuple[int, Tree, T
         theirs.jump(window.start, tables)
         ours.jump(window.start, tables)
         for step in window:
-            grads = pair.names.ours(pair.names.theirs(some_rows(ours.params, step)))  # zeros in padding
+            # zeros in padding
+            grads = pair.names.ours(pair.names.theirs(some_rows(ours.params, step)))
             after = theirs.step(step, grads), ours.step(step, grads)
             moved = [
-                {name: a[name] - b[name] for name in a if name != "largest"} for a, b in zip(after, before, strict=True)
+                {name: a[name] - b[name] for name in a if name != "largest"}
+                for a, b in zip(after, before, strict=True)
             ]
             before = after
             yield step, moved[1], moved[0]
@@ -147,5 +161,8 @@ def changes(pair: Pair, windows: Sequence[range]) -> Iterator[tuple[int, Tree, T
 
 def updates_of_tables(recipe: Recipe) -> list[int]:
     """The steps in which tables are updated."""
-    due = [number_due(recipe, stage_at(recipe, step), step % recipe.period) for step in range(recipe.steps)]
+    due = [
+        number_due(recipe, stage_at(recipe, step), step % recipe.period)
+        for step in range(recipe.steps)
+    ]
     return [step for step, number in enumerate(due) if number % 4 == 0]

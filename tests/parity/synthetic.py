@@ -6,7 +6,8 @@ import numpy as np
 
 
 def documents(rng: np.random.Generator, bos: int, count: int, longest: int) -> np.ndarray:
-    """``count`` tokens below ``bos`` in documents that start with ``bos``; the first starts in the middle."""
+    """``count`` tokens below ``bos`` in documents that start with ``bos``; the first starts in the
+    middle."""
     parts: list[np.ndarray] = [rng.integers(0, bos, longest // 3)]
     while sum(map(len, parts)) < count:
         body = rng.integers(0, bos, int(rng.integers(1, longest)))
@@ -21,4 +22,6 @@ def write_shards(folder: Path, split: str, shards: list[np.ndarray]) -> None:
     for number, tokens in enumerate(shards):
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(tokens)
-        (place / f"fineweb_{split}_{number:06}.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+        (place / f"fineweb_{split}_{number:06}.bin").write_bytes(
+            header.tobytes() + tokens.astype("<u2").tobytes()
+        )

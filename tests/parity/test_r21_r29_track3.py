@@ -1,4 +1,5 @@
-"""Recipes r21, r29 and track3 against their records' own source: losses, gradients, updates, whole steps, data."""
+"""Recipes r21, r29 and track3 against their records' own source: losses, gradients, updates, whole
+steps, data."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -50,7 +51,8 @@ def started(case, original, names):
 
 
 def batches(case, original, count, training=True):
-    """The next batches of every rank as the script reads them, and their tokens ``[lanes, lane_len + 1]``."""
+    """The next batches of every rank as the script reads them, and their tokens ``[lanes, lane_len
+    + 1]``."""
 
     def read(rank):
         space = rank.namespace
@@ -120,23 +122,32 @@ def test_gradients_in_the_first_and_last_stage(case, original, names, agree):
 
 
 def gradients_to_feed(case, names, params, count, seed=0):
-    """Gradients that change from step to step, some rows of tables down to where Adam's epsilon counts, some zero."""
+    """Gradients that change from step to step, some rows of tables down to where Adam's epsilon
+    counts, some zero."""
     rng = np.random.default_rng(seed)
 
     def draw(p):
-        rows = 10.0 ** rng.integers(case.smallest, 0, (*p.shape[:-1], 1)) * rng.integers(0, 2, (*p.shape[:-1], 1))
+        rows = 10.0 ** rng.integers(case.smallest, 0, (*p.shape[:-1], 1)) * rng.integers(
+            0, 2, (*p.shape[:-1], 1)
+        )
         scale = rows if p.ndim == 2 and p.shape[0] > 100 else 1e-2
-        return (rng.choice([-1, 1], p.shape) * rng.uniform(0.5, 1.5, p.shape) * scale).astype(np.float32)
+        return (rng.choice([-1, 1], p.shape) * rng.uniform(0.5, 1.5, p.shape) * scale).astype(
+            np.float32
+        )
 
     drawn = [{name: draw(p) for name, p in params.items()} for _ in range(count)]
     return [names.ours(names.theirs(tree)) for tree in drawn]
 
 
 def fed(case, original, names, grads, params, steps):
-    """Parameters after each of ``steps`` of the script's own loop on ``grads`` of the mean loss, from ``params``."""
+    """Parameters after each of ``steps`` of the script's own loop on ``grads`` of the mean loss,
+    from ``params``."""
     recipe = case.recipe()
     per_rank = recipe.lanes * recipe.stages[0].lane_len / 8 if case.summed else 1
-    given = [{name: value * np.float32(per_rank) for name, value in names.theirs(tree).items()} for tree in grads]
+    given = [
+        {name: value * np.float32(per_rank) for name, value in names.theirs(tree).items()}
+        for tree in grads
+    ]
     original.load(names.theirs(params, case.rest))
     original.feed(lambda number: given[number])
     forget(case, original, steps[0])
@@ -170,7 +181,8 @@ def changes(params, after):
 def test_updates_at_every_border_of_a_schedule(case, original, names, agree):
     recipe, params = case.recipe(), started(case, original, names)
     for steps in case.windows:
-        # The last updates are so small that in a parameter of full size only their first digits are left.
+        # The last updates are so small that in a parameter of full size only their first digits are
+        # left.
         last = steps[-1] == recipe.steps - 1
         start = {name: p * np.float32(1e-4 if last else 1) for name, p in params.items()}
         grads = gradients_to_feed(case, names, params, len(steps), seed=steps[0])
@@ -186,25 +198,34 @@ def test_a_short_run(case, clone, folders, agree):
     names = Names(original.shapes(), case.arrange)
     params = started(case, original, names)
     original.run(range(recipe.steps + 1))
-    per_rank = [[np.mean(call, dtype=np.float64) for call in rank.losses] for rank in original.ranks]
+    per_rank = [
+        [np.mean(call, dtype=np.float64) for call in rank.losses] for rank in original.ranks
+    ]
     *expected, validation = np.mean(per_rank, axis=0)
 
     loader = loader_of(recipe, folder, "train")
     found, after = train(recipe, params, (batch.tokens for batch in islice(loader, recipe.steps)))
     rows = next(loader_of(recipe, folder, "val")).tokens
-    found_validation = np.mean(Forward(recipe).losses(eval_context(recipe), after, rows), dtype=np.float64)
+    found_validation = np.mean(
+        Forward(recipe).losses(eval_context(recipe), after, rows), dtype=np.float64
+    )
     assert max(expected) - min(expected) > 0.1
-    agree(case.recipe_name, "whole steps", [*found, found_validation], [*expected, validation], 1e-6)
+    agree(
+        case.recipe_name, "whole steps", [*found, found_validation], [*expected, validation], 1e-6
+    )
 
 
 def loader_of(recipe, folder, split):
-    """Our batches of the same shards, as a run cuts them: from start to end of the split, in order."""
+    """Our batches of the same shards, as a run cuts them: from start to end of the split, in
+    order."""
     shards = find_split(folder / "data" / "fineweb10B", split)
     common = {"bos_id": recipe.data.bos_id, "vocab_size": recipe.data.vocab_size, "prefetch": 0}
     if split == "val":
         lanes = recipe.eval_tokens // recipe.eval_len
         return TokenLoader(shards, lanes=lanes, lane_len=recipe.eval_len, **common)
-    return TokenLoader(shards, lanes=recipe.lanes, schedule=recipe.stages, align=recipe.data.align, **common)
+    return TokenLoader(
+        shards, lanes=recipe.lanes, schedule=recipe.stages, align=recipe.data.align, **common
+    )
 
 
 @each_case
@@ -226,10 +247,18 @@ def test_a_wider_window_is_noticed(clone, folders):
     given, (tokens,) = batches(case, original, 1)
     expected = forward(case, original, [lane for (lane,) in given[:2]], 0)
     stage = recipe.stages[0]
-    for more, notice in ((0, nullcontext()), (1, pytest.raises(AssertionError, match="r29, forward"))):
-        other = Context(dataclasses.replace(stage, windows=tuple(n + more for n in stage.windows)), training=True)
+    for more, notice in (
+        (0, nullcontext()),
+        (1, pytest.raises(AssertionError, match="r29, forward")),
+    ):
+        other = Context(
+            dataclasses.replace(stage, windows=tuple(n + more for n in stage.windows)),
+            training=True,
+        )
         with notice:
-            check("r29", "forward", Forward(recipe).losses(other, params, tokens[:2]), expected, 1e-6)
+            check(
+                "r29", "forward", Forward(recipe).losses(other, params, tokens[:2]), expected, 1e-6
+            )
 
 
 def test_twice_the_rate_of_one_group_is_noticed(clone, folders):
@@ -239,10 +268,19 @@ def test_twice_the_rate_of_one_group_is_noticed(clone, folders):
     params = started(case, original, names)
     grads = gradients_to_feed(case, names, params, 1)
     expected = changes(params, fed(case, original, names, grads, params, range(1)))
-    for rate, notice in ((0.04, nullcontext()), (0.08, pytest.raises(AssertionError, match="_scales"))):
+    for rate, notice in (
+        (0.04, nullcontext()),
+        (0.08, pytest.raises(AssertionError, match="_scales")),
+    ):
         recipe = case.recipe(SCALAR_LR=rate)
         with notice:
-            check("r29", "optimizer", changes(params, updates(recipe, params, grads, 0)), expected, 1e-5)
+            check(
+                "r29",
+                "optimizer",
+                changes(params, updates(recipe, params, grads, 0)),
+                expected,
+                1e-5,
+            )
 
 
 @each_case
@@ -261,7 +299,9 @@ def test_golden_numbers_come_from_the_record(case, original, names, request):
         gradients = mean_gradients(case, original, names, losses)
         first = first or (losses, gradients)
         per_rank = recipe.lanes * recipe.stages[0].lane_len / 8 if case.summed else 1
-        now |= {name: value * np.float32(per_rank) for name, value in names.theirs(gradients).items()}
+        now |= {
+            name: value * np.float32(per_rank) for name, value in names.theirs(gradients).items()
+        }
         original.run([step])
         params.append(names.ours(original.parameters()))
     found = summary(*first, params)
@@ -273,7 +313,8 @@ def test_golden_numbers_come_from_the_record(case, original, names, request):
 
 @pytest.mark.parametrize("name", ["r21", "r29"])
 def test_fp8_head(name, clone, folders, agree):
-    """The head's product and both its gradients by the operators' own bodies, on what has passed through bf16."""
+    """The head's product and both its gradients by the operators' own bodies, on what has passed
+    through bf16."""
     case = CASES[name]
     original = case.original(clone, folders[name], exact=False)
     head = original["model"].lm_head
@@ -281,12 +322,16 @@ def test_fp8_head(name, clone, folders, agree):
     ours = case.recipe().loss.__globals__["HEAD_SCALES"]
 
     rng = np.random.default_rng(0)
-    x, logits = rng.standard_normal((64, head.in_features)), 3 * rng.standard_normal((64, head.out_features))
+    x, logits = (
+        rng.standard_normal((64, head.in_features)),
+        3 * rng.standard_normal((64, head.out_features)),
+    )
     w = 0.05 * rng.standard_normal((head.out_features, head.in_features))
     g = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     g[np.arange(64), rng.integers(0, 256, 64)] -= 1
     x, w, g = (jnp.asarray(a, jnp.bfloat16) for a in (x, w, g))
-    mean = 1 if case.summed else case.recipe().stages[0].lane_len  # ours is the gradient of a token's own loss
+    # ours is the gradient of a token's own loss
+    mean = 1 if case.summed else case.recipe().stages[0].lane_len
 
     def run(rank):
         tensors = [torch.from_numpy(np.array(a, np.float32)) for a in (x, w, g)]
@@ -296,8 +341,12 @@ def test_fp8_head(name, clone, folders, agree):
 
     (expected, kept) = ([a.float().numpy() for a in part] for part in original.each(run, [0])[0])
     found, pull = jax.vjp(lambda x, w: fp8.matmul(x, w, ours), x, w)
-    # Record 29 divides x by what is no power of two, we by the nearest bf16: one number in fifty rounds otherwise.
+    # Record 29 divides x by what is no power of two, we by the nearest bf16: one number in fifty
+    # rounds otherwise.
     close = 1e-3 if name == "r21" else 2e-2
-    stored = [np.asarray(fp8.quantise(a, scale, fp8.E4M3), np.float32) for a, scale in ((x, ours.x), (w, ours.w))]
+    stored = [
+        np.asarray(fp8.quantise(a, scale, fp8.E4M3), np.float32)
+        for a, scale in ((x, ours.x), (w, ours.w))
+    ]
     agree(name, "FP8 head", stored, kept, close)
     agree(name, "FP8 head", [found, *pull(g)], expected, max(close, 4e-3))

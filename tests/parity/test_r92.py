@@ -1,4 +1,5 @@
-"""Recipe r92 against the script of record 92: losses, gradients, updates, a whole run with its averages, tokens."""
+"""Recipe r92 against the script of record 92: losses, gradients, updates, a whole run with its
+averages, tokens."""
 
 import dataclasses
 
@@ -24,8 +25,9 @@ from .r92_pair import Pair
 from .synthetic import documents, write_shards
 
 LIMITS = {"forward": 1e-6, "gradients": 3e-5, "optimizer": 5e-4, "whole steps": 1e-4}
-# Around every border of a schedule: momentum, stages, tables every four steps, two momenta, cooldown, the last tied
-# update, the end. Each starts after an update of tables, and all but the last end after one.
+# Around every border of a schedule: momentum, stages, tables every four steps, two momenta,
+# cooldown, the last tied update, the end. Each starts after an update of tables, and all but the
+# last end after one.
 WINDOWS = [(0, 4), (236, 242), (316, 324), (332, 344), (512, 520), (676, 684)]
 WINDOWS += [(1104, 1112), (1140, 1148), (1172, 1184), (1188, 1194)]
 
@@ -34,7 +36,9 @@ WINDOWS += [(1104, 1112), (1140, 1148), (1172, 1184), (1188, 1194)]
 def texts(clone):
     """The record's files; a clone may be older than the record."""
     if not r92_script.has_log(clone):
-        pytest.skip(f"{clone} has no {r92_script.LOG}: give a clone of modded-nanogpt that has record 92")
+        pytest.skip(
+            f"{clone} has no {r92_script.LOG}: give a clone of modded-nanogpt that has record 92"
+        )
     return r92_script.files(clone)
 
 
@@ -61,22 +65,39 @@ def test_losses_and_gradients_in_training(stage, pair, agree):
     lanes, params = pair.cut(stage), pair.start(apart=stage > 5)
     expected, expected_total, expected_grads = pair.trained(step, lanes)
     found, total, grads = pair.compiled.trained(params, step, runs.tokens_of(lanes))
-    agree("r92", "forward", {"each": found, "sum": total}, {"each": expected, "sum": expected_total}, LIMITS["forward"])
+    agree(
+        "r92",
+        "forward",
+        {"each": found, "sum": total},
+        {"each": expected, "sum": expected_total},
+        LIMITS["forward"],
+    )
     known = together if stage > 5 else lambda tree: together(tied(tree))
-    agree("r92", "gradients", known(without_maxima(grads)), known(expected_grads), LIMITS["gradients"])
+    agree(
+        "r92", "gradients", known(without_maxima(grads)), known(expected_grads), LIMITS["gradients"]
+    )
 
 
 def together(tree):
-    """Single numbers as one array: the terms of one may cancel, of gates_scale to 1/200, and rounding is of terms."""
+    """Single numbers as one array: the terms of one may cancel, of gates_scale to 1/200, and
+    rounding is of terms."""
     numbers = [value for _, value in sorted(tree.items()) if np.ndim(value) == 0]
-    return {name: value for name, value in tree.items() if np.ndim(value)} | {"numbers": np.array(numbers)}
+    return {name: value for name, value in tree.items() if np.ndim(value)} | {
+        "numbers": np.array(numbers)
+    }
 
 
 def test_losses_in_the_last_validation(pair, agree):
     params, lanes = pair.start(apart=True), pair.cut(None)
     tokens = pair.batches("val", 1)[0][: len(lanes)]
     agree("r92", "data", tokens, runs.tokens_of(lanes), 0)
-    agree("r92", "forward", pair.compiled.evaluated(params, tokens), pair.evaluated(lanes), LIMITS["forward"])
+    agree(
+        "r92",
+        "forward",
+        pair.compiled.evaluated(params, tokens),
+        pair.evaluated(lanes),
+        LIMITS["forward"],
+    )
 
 
 def test_a_window_of_one_more_is_noticed(pair):
@@ -115,8 +136,8 @@ def test_what_is_drawn_at_first(pair, texts):
 
 
 def test_a_whole_run(pair, texts, agree):
-    """The record's own loop, generator, exchange of rows and averages at the end against our loader, gradients,
-    optimizer and averages."""
+    """The record's own loop, generator, exchange of rows and averages at the end against our
+    loader, gradients, optimizer and averages."""
     run = Pair(texts, pair.folder, pair.size)
     ours = steps.Ours(pair.recipe, run.start())
     run.script.run(range(pair.recipe.steps + 1))
@@ -128,16 +149,24 @@ def test_a_whole_run(pair, texts, agree):
         found.append(total)
         ours.step(step, grads)
     params = ours.end()
-    end = float(np.mean([pair.compiled.evaluated(params, part) for part in np.split(pair.batches("val", 1)[0], 2)]))
+    end = float(
+        np.mean(
+            [
+                pair.compiled.evaluated(params, part)
+                for part in np.split(pair.batches("val", 1)[0], 2)
+            ]
+        )
+    )
     assert max(expected[:8]) - min(expected[:8]) > 0.1
     agree("r92", "whole steps", [*found, end], [*expected, expected_end], LIMITS["whole steps"])
-    mine = run.mine(run.names.theirs(jax.tree.map(np.asarray, params)))  # without what is none of the record's
+    # without what is none of the record's
+    mine = run.mine(run.names.theirs(jax.tree.map(np.asarray, params)))
     check("r92", "parameters at the end", mine, run.parameters(), 1e-3)
 
 
 def test_tokens_of_the_full_size(pair, texts, tmp_path, agree):
-    """The record's generator against our loader, over the border of a stage and of a shard, documents cut in segments;
-    rows of bigrams and trigrams."""
+    """The record's generator against our loader, over the border of a stage and of a shard,
+    documents cut in segments; rows of bigrams and trigrams."""
     rng, bos = np.random.default_rng(0), 50_256
 
     def shard(count):
@@ -150,7 +179,11 @@ def test_tokens_of_the_full_size(pair, texts, tmp_path, agree):
 
     def read(rank):
         space = rank.namespace
-        space["args"].bigram_vocab_size, space["BOS_ID"], space["VIRTUAL_SEQ_CAP"] = r92.NGRAMS, bos, r92.SEGMENT
+        space["args"].bigram_vocab_size, space["BOS_ID"], space["VIRTUAL_SEQ_CAP"] = (
+            r92.NGRAMS,
+            bos,
+            r92.SEGMENT,
+        )
         space["TRAIN_MAX_NUM_DOCS"] = dict(zip(r92.LANE_LENS, r92.MAX_DOCS, strict=True))
         space["_loader_pin_cap"] = lambda: max(r92.LANE_LENS)
         first, second = stages
@@ -165,15 +198,21 @@ def test_tokens_of_the_full_size(pair, texts, tmp_path, agree):
     ranks = other.script.each(read)
     shards = find_split(tmp_path / "data" / "fineweb10B", "train")
     half = r92.NGRAMS // 2
-    with TokenLoader(shards, lanes=2, schedule=stages, align="bos", bos_id=bos, prefetch=0) as loader:
+    with TokenLoader(
+        shards, lanes=2, schedule=stages, align="bos", bos_id=bos, prefetch=0
+    ) as loader:
         for step, batch in enumerate(loader):
             lanes = [rank[step] for rank in ranks]
             agree("r92", "data", np.array(batch.tokens), runs.tokens_of(lanes), 0)
             inputs = jnp.asarray(batch.inputs, jnp.int32)
-            rows = np.concatenate([bigram_rows(inputs, half), half + trigram_rows(inputs, half)], axis=1)
+            rows = np.concatenate(
+                [bigram_rows(inputs, half), half + trigram_rows(inputs, half)], axis=1
+            )
             agree("r92", "data", rows, np.stack([lane[3].numpy() for lane in lanes]), 0)
             for lane, offsets in zip(lanes, batch.doc_offsets, strict=True):
-                np.testing.assert_array_equal(np.unique(lane[2]), cut(np.unique(offsets), r92.SEGMENT))
+                np.testing.assert_array_equal(
+                    np.unique(lane[2]), cut(np.unique(offsets), r92.SEGMENT)
+                )
         assert loader.stats()["shard_switches"] >= 1
 
 
@@ -184,15 +223,23 @@ def cut(offsets, longest):
 
 
 def test_prefixes(pair):
-    np.testing.assert_array_equal(pair.script["_PTP_TAB_NP"], gpt2_prefixes(pair.size.bos, pair.size.vocab))
+    np.testing.assert_array_equal(
+        pair.script["_PTP_TAB_NP"], gpt2_prefixes(pair.size.bos, pair.size.vocab)
+    )
 
 
 @pytest.mark.parametrize(("stage", "step"), golden.GOLDEN)
 def test_golden_numbers_come_from_the_record(stage, step, pair, texts):
-    """``tests/recipes/test_golden_r92.py`` has what the script gives: one lane of 112 tokens in the first process."""
+    """``tests/recipes/test_golden_r92.py`` has what the script gives: one lane of 112 tokens in the
+    first process."""
     fields = golden.FIELDS
     columns = tuple(fields["COLUMNS"][number] for number in (0, 3, 4))
-    smaller = {"mlp": fields["MLP_WIDTH"], "ngrams": fields["NGRAMS"], "segment": fields["SEGMENT"], "columns": columns}
+    smaller = {
+        "mlp": fields["MLP_WIDTH"],
+        "ngrams": fields["NGRAMS"],
+        "segment": fields["SEGMENT"],
+        "columns": columns,
+    }
     made = Pair(texts, pair.folder, dataclasses.replace(r92_script.FULL, **smaller))
     params = golden.parameters(made.recipe)
     made.load(params | {"embed": params["head"]})  # one table until the last stage

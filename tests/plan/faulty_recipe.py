@@ -1,6 +1,8 @@
-"""bad: a small recipe with faults that its fields switch on, to test findings: an embedding, a Muon bank, a head.
+"""bad: a small recipe with faults that its fields switch on, to test findings: an embedding, a Muon
+bank, a head.
 
-WIDE_LOGITS keeps the logits in fp32 for a plain gradient; MATRICES that 8 does not divide cannot be cut.
+WIDE_LOGITS keeps the logits in fp32 for a plain gradient; MATRICES that 8 does not divide cannot be
+cut.
 """
 
 import jax

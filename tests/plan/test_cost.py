@@ -24,19 +24,25 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 ENTRY %main (x: bf16[49152,768], part: bf16[6,768,768]) -> bf16[49152,768] {
   %x = bf16[49152,768]{1,0} parameter(0)
   %part = bf16[6,768,768]{2,1,0} parameter(1)
-  %all-gather-start = (bf16[6,768,768]{2,1,0}, bf16[48,768,768]{2,1,0}) all-gather-start(%part), channel_id=1, \
+  %all-gather-start = (bf16[6,768,768]{2,1,0}, bf16[48,768,768]{2,1,0}) all-gather-start(%part), \
+channel_id=1, \
 replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, \
-metadata={op_name="jit(step)/shard_map/all_gather"}, backend_config={"collective_backend_config":{"is_sync":false}}
+metadata={op_name="jit(step)/shard_map/all_gather"}, \
+backend_config={"collective_backend_config":{"is_sync":false}}
   %xt = bf16[768,49152]{0,1} transpose(%x), dimensions={1,0}
   %all-gather-done = bf16[48,768,768]{2,1,0} all-gather-done(%all-gather-start)
   %w = bf16[768,768]{1,0} fusion(%all-gather-done), kind=kLoop, calls=%fused_slice
-  %product = (bf16[49152,768]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
-metadata={op_name="jit(step)/shard_map/jvp()/dot_general"}, backend_config={"gemm_backend_config":{"alpha_real":1,\
+  %product = (bf16[49152,768]{1,0}, s8[4194304]{0}) custom-call(%x, %w), \
+custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jit(step)/shard_map/jvp()/dot_general"}, \
+backend_config={"gemm_backend_config":{"alpha_real":1,\
 "dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
 "lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
   %q = bf16[1,49152,6,128]{3,2,1,0} bitcast(%x)
-  %attention = (bf16[1,6,49152,128]{3,1,2,0}, f32[192,6,49152]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
-custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/shard_map/jvp()/dot_product_attention_fwd"}, \
+  %attention = (bf16[1,6,49152,128]{3,1,2,0}, f32[192,6,49152]{2,1,0}, u8[0]{0}) custom-call(%q, \
+%q, %q), \
+custom_call_target="__cudnn$fmhaSoftmax", \
+metadata={op_name="jit(step)/shard_map/jvp()/dot_product_attention_fwd"}, \
 backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.12, "intermediate_tensor_shape": {\
 "element_type": "BF16", "dimensions": ["1", "6", "49152", "49152"]}, \
 "mask_type": "PADDING_CAUSAL", "sliding_window_length": 1409, "max_seg_per_batch": 192}}
@@ -53,7 +59,13 @@ def kernels():
 
 
 def test_kernels_in_order(kernels):
-    assert [kernel.kind for kernel in kernels] == ["collective", "other", "fusion", "matmul", "attention_forward"]
+    assert [kernel.kind for kernel in kernels] == [
+        "collective",
+        "other",
+        "fusion",
+        "matmul",
+        "attention_forward",
+    ]
     assert kernels[0].waited_at == 2  # one kernel runs beside it
 
 
@@ -69,16 +81,20 @@ def test_flops(kernels):
     assert wider.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
 
 
-# As XLA writes calls of our own kernels for an A100, but for the kernel's code, and of another lane and smaller blocks.
+# As XLA writes calls of our own kernels for an A100, but for the kernel's code, and of another lane
+# and smaller blocks.
 OWN = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (q: bf16[2,100,3,64], first: s32[2,100]) -> bf16[2,100,3,64] {
   %q = bf16[2,100,3,64]{3,2,1,0} parameter(0)
   %first = s32[2,100]{1,0} parameter(1)
-  %pallas_call.7 = (bf16[2,100,3,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom-call(%q, %q, %q, %first), \
+  %pallas_call.7 = (bf16[2,100,3,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom-call(%q, %q, %q, \
+%first), \
 custom_call_target="__gpu$xla.gpu.triton", api_version=API_VERSION_TYPED_FFI, \
-metadata={op_name="jit(f)/jvp(attention_forward_packed_window24_blocks16x8)/pallas_call" stack_frame_id=12}, \
-backend_config={debug = false, grid_x = 7 : i32, grid_y = 3 : i32, grid_z = 2 : i32, ir = "ML\\EFR", \
+metadata={op_name="jit(f)/jvp(attention_forward_packed_window24_blocks16x8)/pallas_call" \
+stack_frame_id=12}, \
+backend_config={debug = false, grid_x = 7 : i32, grid_y = 3 : i32, grid_z = 2 : i32, ir = \
+"ML\\EFR", \
 name = "attention_forward_packed_window24_blocks16x8", num_stages = 2 : i32, num_warps = 8 : i32}
   %other = bf16[2,100,3,64]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", \
 backend_config={name = "of_another_author"}
@@ -96,24 +112,31 @@ def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window
     text = OWN.replace("forward_packed_window24", f"{name}_{mask}")
     call, other = cost.kernels(text, max_doc_len=40)
     assert (call.kind, other.kind, other.flops) == (f"attention_{kind}", "other", 0.0)
-    t, s = np.arange(112)[:, None], np.arange(112)[None]  # seven blocks of 16, the last one not full
+    # seven blocks of 16, the last one not full
+    t, s = np.arange(112)[:, None], np.arange(112)[None]
     seen = (s <= t) & (t < 100) & (t - s < (window or 100)) & ((t // 40 == s // 40) | (not packed))
     if name == "dk_dv":
         seen = seen.T
     blocks = seen.reshape(7, 16, 14, 8).any((1, 3))
     visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
     assert call.flops == matmuls * 2 * 2 * 3 * 64 * visited
-    assert call.bytes == 4 * 2 * 2 * 100 * 3 * 64 + 4 * 2 * 100 + 4 * 2 * 3 * 100  # every array once
+    # every array once
+    assert call.bytes == 4 * 2 * 2 * 100 * 3 * 64 + 4 * 2 * 100 + 4 * 2 * 3 * 100
 
 
-@pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dmixed", 1), ("dq", 3), ("dk_dv", 3)])
+@pytest.mark.parametrize(
+    ("name", "matmuls"), [("forward", 2), ("dmixed", 1), ("dq", 3), ("dk_dv", 3)]
+)
 def test_composed_heads_count_all_blocks_in_reach(name, matmuls):
     """Of every block of queries, whatever documents and the windows of attention are."""
-    text = OWN.replace("attention_forward_packed_window24_blocks16x8", f"composed_heads_{name}_3x64_blocks16x48")
+    text = OWN.replace(
+        "attention_forward_packed_window24_blocks16x8", f"composed_heads_{name}_3x64_blocks16x48"
+    )
     call, _ = cost.kernels(text, max_doc_len=40)
     assert call.kind == f"attention_{'forward' if name == 'forward' else 'backward'}"
     assert cost.part_of(call, {}) == "attention scores"
-    assert call.flops == matmuls * 2 * 2 * 3 * 64 * 112 * 48  # seven blocks of 16, the last one not full
+    # seven blocks of 16, the last one not full
+    assert call.flops == matmuls * 2 * 2 * 3 * 64 * 112 * 48
 
 
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 1), ("dq", 2), ("dk", 2)])
@@ -121,33 +144,46 @@ def test_composed_heads_count_all_blocks_in_reach(name, matmuls):
 def test_the_pointer_counts_the_blocks_it_visits(name, matmuls, window):
     """One head, and keys before the query; windows of attention are others."""
     result = "f32[2,100]{1,0}" if name == "forward" else "bf16[2,100,1,64]{3,2,1,0}"
-    text = OWN.replace("attention_forward_packed_window24", f"pointer_{name}_64_window{window}").replace(
-        ",3,64]", ",1,64]"
+    text = OWN.replace(
+        "attention_forward_packed_window24", f"pointer_{name}_64_window{window}"
+    ).replace(",3,64]", ",1,64]")
+    text = text.replace(
+        "(bf16[2,100,1,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom", f"({result}, {result}) custom"
     )
-    text = text.replace("(bf16[2,100,1,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom", f"({result}, {result}) custom")
     call, _ = cost.kernels(text, max_doc_len=40)
-    assert (call.kind, call.dtype) == (f"attention_{'forward' if name == 'forward' else 'backward'}", "bf16")
-    t, s = np.arange(112)[:, None], np.arange(112)[None]  # seven blocks of 16, the last one not full
-    seen = (s <= t) & (t < 100) & (t - s <= window) & (t // 40 == s // 40)  # a block is visited for its own token too
+    assert (call.kind, call.dtype) == (
+        f"attention_{'forward' if name == 'forward' else 'backward'}",
+        "bf16",
+    )
+    # seven blocks of 16, the last one not full
+    t, s = np.arange(112)[:, None], np.arange(112)[None]
+    # a block is visited for its own token too
+    seen = (s <= t) & (t < 100) & (t - s <= window) & (t // 40 == s // 40)
     blocks = (seen.T if name == "dk" else seen).reshape(7, 16, 14, 8).any((1, 3))
     visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
     assert call.flops == matmuls * 2 * 2 * 64 * visited
 
 
-# As XLA writes calls of splash attention for a TPU, but for code and some operands. Its metadata has line ends.
+# As XLA writes calls of splash attention for a TPU, but for code and some operands. Its metadata
+# has line ends.
 SPLASH = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (q: bf16[2,3,1024,64]) -> bf16[2,3,1024,64] {
   %q = bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)} parameter(0)
-  %splash_mha_NAME.1 = (f32[2,256,64]{2,1,0:T(8,128)}, bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)}) custom-call(%q, \
+  %splash_mha_NAME.1 = (f32[2,256,64]{2,1,0:T(8,128)}, \
+bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)}) custom-call(%q, \
 %q, /*index=5*/%q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
-}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/vmap(static_sparsity_splash)/jit(_splash_attention)/\
-splash_mha_NAME/splash_mha_NAME/pallas_call" stack_frame_id=9}, backend_config={"custom_call_config":{"body":"TUzvUg="}}
-  ROOT %out = bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%splash_mha_NAME.1), index=1, \
+}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/\
+vmap(static_sparsity_splash)/jit(_splash_attention)/\
+splash_mha_NAME/splash_mha_NAME/pallas_call" stack_frame_id=9}, \
+backend_config={"custom_call_config":{"body":"TUzvUg="}}
+  ROOT %out = bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%splash_mha_NAME.1), \
+index=1, \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
-}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/splash_mha_NAME/pallas_call" stack_frame_id=9}
+}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/splash_mha_NAME/pallas_call" \
+stack_frame_id=9}
 }
 """
 
@@ -162,8 +198,11 @@ frontend_attributes={kernel_metadata={
 )
 @pytest.mark.parametrize("window", [300, 1, 0])
 def test_splash_attention_counts_the_blocks_it_visits(name, kind, matmuls, window):
-    """Blocks of the causal mask and the window; documents end none. Operands of 256 tokens are read for each pair."""
-    [call] = cost.kernels(SPLASH.replace("NAME", name).replace("WINDOW", str(window)), max_doc_len=40)
+    """Blocks of the causal mask and the window; documents end none. Operands of 256 tokens are read
+    for each pair."""
+    [call] = cost.kernels(
+        SPLASH.replace("NAME", name).replace("WINDOW", str(window)), max_doc_len=40
+    )
     t, s = np.arange(1024)[:, None], np.arange(1024)[None]
     seen = (s <= t) & (t - s < (window or 1024))
     pairs = seen.reshape(4, 256, 4, 256).any((1, 3)).sum()
@@ -194,7 +233,8 @@ def test_a_head_of_which_a_sample_is_scored_is_known_by_its_rows(kernels):
 # A gate reads 6 channels of every row, of a table's rows too; a cast reads all that it writes.
 SLICED = """HloModule jit_step, is_scheduled=true
 
-%fused_pad (x: bf16[4096,768], scale: f32[4096], table: bf16[50304,768], ids: s32[4096,1]) -> bf16[4096,16] {
+%fused_pad (x: bf16[4096,768], scale: f32[4096], table: bf16[50304,768], ids: s32[4096,1]) -> \
+bf16[4096,16] {
   %x = bf16[4096,768]{1,0} parameter(0)
   %scale = f32[4096]{0} parameter(1)
   %table = bf16[50304,768]{1,0} parameter(2)
@@ -214,7 +254,8 @@ SLICED = """HloModule jit_step, is_scheduled=true
   ROOT %cast = bf16[4096,768]{1,0} convert(%a)
 }
 
-ENTRY %main (x: bf16[4096,768], s: f32[4096], t: bf16[50304,768], i: s32[4096,1], a: f32[4096,768]) -> bf16[4096,768] {
+ENTRY %main (x: bf16[4096,768], s: f32[4096], t: bf16[50304,768], i: s32[4096,1], a: \
+f32[4096,768]) -> bf16[4096,768] {
   %x = bf16[4096,768]{1,0} parameter(0)
   %s = f32[4096]{0} parameter(1)
   %t = bf16[50304,768]{1,0} parameter(2)
@@ -230,7 +271,8 @@ def test_a_fusion_reads_what_it_uses():
     gate, cast = cost.kernels(SLICED)
     ids, scales, written = 4 * 4096, 4 * 4096, 2 * 4096 * 16
     assert gate.bytes == ids + scales + written + 2 * (2 * 4096 * 8)
-    assert cast.bytes == 6 * 4096 * 768  # once counted as nothing read: a cast has no user within its fusion
+    # once counted as nothing read: a cast has no user within its fusion
+    assert cast.bytes == 6 * 4096 * 768
 
 
 SLICE_MULTIPLIED = """HloModule jit_step, is_scheduled=true
@@ -240,7 +282,8 @@ SLICE_MULTIPLIED = """HloModule jit_step, is_scheduled=true
   %x = bf16[16,64]{1,0} parameter(1)
   %part = bf16[1,64,32]{2,1,0} slice(%bank), slice={[1:2], [0:64], [0:32]}
   %matrix = bf16[64,32]{1,0} bitcast(%part)
-  ROOT %product = (bf16[16,32]{1,0}, s8[8]{0}) custom-call(%x, %matrix), custom_call_target="__cublas$lt$matmul", \
+  ROOT %product = (bf16[16,32]{1,0}, s8[8]{0}) custom-call(%x, %matrix), \
+custom_call_target="__cublas$lt$matmul", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
 "rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
 }
@@ -248,20 +291,25 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 ENTRY %main (bank: bf16[4,64,32], x: bf16[16,64]) -> (bf16[16,32], s8[8]) {
   %bank = bf16[4,64,32]{2,1,0} parameter(0)
   %x = bf16[16,64]{1,0} parameter(1)
-  ROOT %both = (bf16[16,32]{1,0}, s8[8]{0}) fusion(%bank, %x), kind=kCustom, calls=%dynamic-slice-fusion
+  ROOT %both = (bf16[16,32]{1,0}, s8[8]{0}) fusion(%bank, %x), kind=kCustom, \
+calls=%dynamic-slice-fusion
 }
 """
 
 
 def test_a_matmul_of_a_bank_s_slice_is_one_also_inside_a_fusion():
-    """As jaxlib 0.12 writes it; its FLOPs were once none, which made record 29's step a third quicker."""
+    """As jaxlib 0.12 writes it; its FLOPs were once none, which made record 29's step a third
+    quicker."""
     [kernel] = cost.kernels(SLICE_MULTIPLIED)
     assert (kernel.kind, kernel.dtype, kernel.flops) == ("matmul", "bf16", 2 * 16 * 64 * 32)
 
 
 def test_parts(kernels):
     matrices = {"attention": (768, 768), "mlp": (768, 3072)}
-    assert [cost.part_of(kernel, matrices) for kernel in kernels[-2:]] == ["attention", "attention scores"]
+    assert [cost.part_of(kernel, matrices) for kernel in kernels[-2:]] == [
+        "attention",
+        "attention scores",
+    ]
     outside = kernels[3].instruction._replace(op_name="jit(step)/dot_general")
     assert cost.part_of(kernels[3]._replace(instruction=outside), matrices) == "optimizer"
 
@@ -274,28 +322,35 @@ def test_times_by_hand(kernels):
     assert total.communication == pytest.approx(sent)
     assert total.exposed_communication == pytest.approx(sent - copy)
     assert collectives[0] == pytest.approx((sent, sent - copy))
-    assert total.compute + total.memory + total.exposed_communication + total.launches == pytest.approx(total.total)
+    assert (
+        total.compute + total.memory + total.exposed_communication + total.launches
+        == pytest.approx(total.total)
+    )
     by_flops, _ = predict.kernel_seconds(kernels[3], sheet)
     assert by_flops == pytest.approx(2 * 49152 * 768 * 768 / (989.4e12 * fractions["matmul"]))
 
 
 def test_launches_and_empty_blocks(kernels, monkeypatch):
-    """Record 29: 192 documents in 24 rows of 2,048, so 168 slots without a token, of 16 tiles and 6 heads each."""
+    """Record 29: 192 documents in 24 rows of 2,048, so 168 slots without a token, of 16 tiles and 6
+    heads each."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     runs = sum(kernel.runs for kernel in kernels if not kernel.collective)
     assert predict.simulate(kernels, H100)[0].launches == pytest.approx(runs * predict.GAP)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0")
     total, _ = predict.simulate(kernels, H100)
     assert total.launches == pytest.approx(runs * predict.GAP_WITHOUT_GRAPHS)
-    assert total.empty_blocks == pytest.approx(191 * 384 * 6 * predict.EMPTY_BLOCK / 132)  # one call, by lanes
+    # one call, by lanes
+    assert total.empty_blocks == pytest.approx(191 * 384 * 6 * predict.EMPTY_BLOCK / 132)
     assert predict.launch_gap(parse_target("v6ex8")) == 0
-    config = '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["24","6","2048","2048"]},'
+    config = '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":'
+    config += '{"dimensions":["24","6","2048","2048"]},'
     config += '"mask_type":"PADDING_CAUSAL","sliding_window_length":1409,"max_seg_per_batch":8}}'
     call = kernels[0].instruction._replace(
         target="__cudnn$fmhaSoftmaxBackward", arrays=(hlo.Array("bf16", (24, 6, 2048, 128)),),
         attributes=f"backend_config={config}",
     )  # fmt: skip
-    assert attention.empty_blocks(call) == 2 * 168 * 16 * 6  # a large kernel and two small ones, each half of it
+    # a large kernel and two small ones, each half of it
+    assert attention.empty_blocks(call) == 2 * 168 * 16 * 6
     idle = kernels[0]._replace(collective=None, runs=11, empty_blocks=attention.empty_blocks(call))
     empty = predict.simulate([idle], H100)[0].empty_blocks
     assert empty == pytest.approx(11 * 2 * 168 * 16 * 6 * predict.EMPTY_BLOCK / 132)
@@ -306,12 +361,16 @@ def test_launches_and_empty_blocks(kernels, monkeypatch):
 def test_nodes_slow_a_ring_down():
     [collective] = hlo.collectives(TEXT)
     inside = predict.collective_seconds(collective, H100)
-    across = predict.collective_seconds(collective._replace(members=tuple(range(64))), parse_target("h100x8x8"))
+    across = predict.collective_seconds(
+        collective._replace(members=tuple(range(64))), parse_target("h100x8x8")
+    )
     by_network = collective.bytes * 63 / 64 / (8 * 50e9 * predict.FRACTIONS["communication"])
     assert across == pytest.approx(by_network + predict.LATENCY + 7 * predict.HOP)
     assert across > inside
     # One GPU of each of four nodes: neighbours of none, so one adapter a node.
-    strided = predict.collective_seconds(collective._replace(members=(0, 8, 16, 24)), parse_target("h100x8x4"))
+    strided = predict.collective_seconds(
+        collective._replace(members=(0, 8, 16, 24)), parse_target("h100x8x4")
+    )
     by_network = collective.bytes * 3 / 4 / (50e9 * predict.FRACTIONS["communication"])
     assert strided == pytest.approx(by_network + predict.LATENCY + 3 * predict.HOP)
     twice = predict.collective_seconds(collective._replace(kind="all-reduce"), H100)

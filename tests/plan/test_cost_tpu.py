@@ -4,16 +4,19 @@ import pytest
 
 from jspeed.plan import cost
 
-# Shortened from a program for TPU v6e: a matmul with its fused epilogue, one that is batched, one contracted over two.
+# Shortened from a program for TPU v6e: a matmul with its fused epilogue, one that is batched, one
+# contracted over two.
 TPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
 %fused.1 (p.0: bf16[1024,768], p.1: bf16[768,3072]) -> bf16[1024,3072] {
   %p.0 = bf16[1024,768]{1,0:T(8,128)(2,1)} parameter(0)
   %p.1 = bf16[768,3072]{1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %convolution.1 = bf16[1024,3072]{1,0:T(8,128)(2,1)} convolution(%p.0, %p.1), dim_labels=bf_io->bf
+  ROOT %convolution.1 = bf16[1024,3072]{1,0:T(8,128)(2,1)} convolution(%p.0, %p.1), \
+dim_labels=bf_io->bf
 }
 
-ENTRY %main (x: bf16[1024,768], w: bf16[768,3072], b: bf16[16,512,256], g: bf16[4,256,768]) -> bf16[1024,3072] {
+ENTRY %main (x: bf16[1024,768], w: bf16[768,3072], b: bf16[16,512,256], g: bf16[4,256,768]) -> \
+bf16[1024,3072] {
   %x = bf16[1024,768]{1,0:T(8,128)(2,1)} parameter(0)
   %w = bf16[768,3072]{1,0:T(8,128)(2,1)} parameter(1)
   %b = bf16[16,512,256]{2,1,0:T(8,128)(2,1)} parameter(2)
@@ -30,7 +33,11 @@ def test_matmuls_that_a_tpu_writes_as_convolutions():
     batched, both, fused = cost.kernels(TPU_TEXT)
     assert (batched.flops, batched.dims) == (2 * 16 * 512 * 256 * 512, (16, 512, 256, 512))
     assert (both.flops, both.dims) == (2 * 4 * 256 * 768 * 768, (1, 768, 4 * 256, 768))
-    assert (fused.flops, fused.dims, fused.dtype) == (2 * 1024 * 768 * 3072, (1, 1024, 768, 3072), "bf16")
+    assert (fused.flops, fused.dims, fused.dtype) == (
+        2 * 1024 * 768 * 3072,
+        (1, 1024, 768, 3072),
+        "bf16",
+    )
     assert {kernel.kind for kernel in (batched, both, fused)} == {"matmul"}
 
 
@@ -63,13 +70,18 @@ ENTRY %main (z: (s32[], bf16[256,256])) -> (s32[], bf16[256,256]) {
 
 @pytest.mark.parametrize(
     ("text", "times"),
-    [(TPU_LOOP, 12), (TPU_LOOP.replace("direction=LT", "direction=NE"), 1), (TPU_LOOP.replace("%twelve)", "%j)"), 1)],
+    [
+        (TPU_LOOP, 12),
+        (TPU_LOOP.replace("direction=LT", "direction=NE"), 1),
+        (TPU_LOOP.replace("%twelve)", "%j)"), 1),
+    ],
 )
 def test_loops_of_a_tpu_run_as_often_as_their_condition_says(text, times):
     assert [kernel.runs for kernel in cost.kernels(text) if kernel.flops] == [times]
 
 
-# A layer's weights of a stack, cut out by a fusion within the matmul's, and activations that stay on the chip.
+# A layer's weights of a stack, cut out by a fusion within the matmul's, and activations that stay
+# on the chip.
 TPU_LAYER = """HloModule jit_f, is_scheduled=true
 
 %cut (p.0: bf16[12,64,64], p.1: s32[]) -> bf16[64,64] {
@@ -91,7 +103,8 @@ ENTRY %main (x: bf16[32,64], w: bf16[12,64,64], i: s32[]) -> bf16[32,64] {
   %x = bf16[32,64]{1,0:T(8,128)(2,1)} parameter(0)
   %w = bf16[12,64,64]{2,1,0:T(8,128)(2,1)} parameter(1)
   %i = s32[]{:T(128)} parameter(2)
-  %copy-start = (bf16[32,64]{1,0:T(8,128)(2,1)S(1)}, bf16[32,64]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
+  %copy-start = (bf16[32,64]{1,0:T(8,128)(2,1)S(1)}, bf16[32,64]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) \
+copy-start(%x)
   %copy-done = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
   %y = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} fusion(%copy-done, %w, %i), kind=kOutput, calls=%layer
   ROOT %z = bf16[32,64]{1,0:T(8,128)(2,1)} copy(%y)

@@ -37,7 +37,8 @@ def r21():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl",
+    1_557_611_200),
      ("gpt3", 174_604_259_328)],
 )  # fmt: skip
 def test_published_parameter_counts(name, count):
@@ -57,7 +58,11 @@ def test_gpt3_does_not_fit_in_layout_zero1():
     recipe = estimates.published("gpt3").recipe
     mesh = estimates.abstract_mesh({"data": 64})
     assert estimates.memory(recipe, recipe.stages[0], "zero1", mesh).gathered == 2 * 174_604_259_328
-    [line] = [line for line in said(recipe, "zero1", mesh, 80_000_000_000).splitlines() if line.startswith("fits ")]
+    [line] = [
+        line
+        for line in said(recipe, "zero1", mesh, 80_000_000_000).splitlines()
+        if line.startswith("fits ")
+    ]
     assert line.split()[1] == "no" and "--layout fsdp gathers layer by layer" in line
 
 
@@ -69,7 +74,11 @@ def test_gpt3_in_layout_fsdp_gathers_one_layer_at_a_time():
     found = estimates.memory(recipe, recipe.stages[0], "fsdp", mesh)
     outside = 2 * (count - stacked)
     assert found.gathered == pytest.approx(outside + 2 * stacked / 96 + 2 * stacked / 64, rel=5e-3)
-    assert (found.fits(80_000_000_000), found.fits(10**9), found.fits(10**13)) == ("perhaps not", "no", "likely")
+    assert (found.fits(80_000_000_000), found.fits(10**9), found.fits(10**13)) == (
+        "perhaps not",
+        "no",
+        "likely",
+    )
     assert "unsharded, of the layers one at a time" in said(recipe, "fsdp", mesh, 80_000_000_000)
 
 
@@ -78,7 +87,8 @@ def test_memory_of_r21_by_hand(r21):
     attention, mlp, table = 48 * 768 * 768, 24 * 768 * 3072, 50_304 * 768
     scalars = 2 * 12 + 2 * 12 + 6
     found = estimates.memory(r21, r21.stages[-1], "zero1", EIGHT)
-    # "values" is [3, 50304, 768] and is cut along its second axis; "embed" and "head" are one table each.
+    # "values" is [3, 50304, 768] and is cut along its second axis; "embed" and "head" are one table
+    # each.
     cut = attention + mlp + 5 * table
     assert found.parameters == 4 * (cut // 8 + scalars)
     moments = (attention + mlp) // 8 + 2 * (5 * table // 8 + scalars)
@@ -106,7 +116,8 @@ def test_parameters_lie_as_the_layout_says(name, layout, devices):
     assert found.parameters == local
     if devices == 1:
         copies = (s for _, s in leaves(recipe.parameters) if s.compute)
-        assert found.gathered == sum(2 * math.prod(s.shape) for s in copies)  # nothing cast, nothing gathered: no copy
+        # nothing cast, nothing gathered: no copy
+        assert found.gathered == sum(2 * math.prod(s.shape) for s in copies)
 
 
 def test_what_is_kept_is_what_the_compiled_step_takes():
@@ -114,11 +125,15 @@ def test_what_is_kept_is_what_the_compiled_step_takes():
     layout, fields = "zero1", ["WIDTH=256", "LAYERS=1", "HEADS=1", "LANE_LEN=8", "LANES=8"]
     recipe = find(str(RECORDS / "ideas" / "stdlib_adamw.py"), fields, trace=False).recipe
     mesh = make_mesh({"data": 4}, jax.devices()[:4])
-    lowered = program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1).lower()
+    lowered = program.trace_step(
+        recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1
+    ).lower()
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes
     assert estimates.memory(recipe, recipe.stages[0], layout, mesh, 16).kept == arguments
     shapes, shardings = program.state_shardings(recipe, layout, mesh)
-    state = jax.tree.map(lambda x, to: jax.device_put(np.zeros(x.shape, x.dtype), to), shapes, shardings)
+    state = jax.tree.map(
+        lambda x, to: jax.device_put(np.zeros(x.shape, x.dtype), to), shapes, shardings
+    )
     here = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
     assert sum(s.data.nbytes for s in here if s.device == jax.devices()[0]) == arguments - 2 * 9 * 2
 
@@ -128,8 +143,13 @@ def test_a_mesh_of_two_axes_divides_what_it_shards():
     recipe = find("track3", trace=False).recipe
     mesh = estimates.abstract_mesh({"data": -1, "model": 2}, 8)
     assert dict(mesh.shape) == {"data": 4, "model": 2}
-    tp, dp = (estimates.memory(recipe, recipe.stages[0], layout, on) for layout, on in (("tp", mesh), ("dp", EIGHT)))
-    halved = sum(s.size for _, s in leaves(recipe.parameters) if "model" in partition(s, "tp", mesh))
+    tp, dp = (
+        estimates.memory(recipe, recipe.stages[0], layout, on)
+        for layout, on in (("tp", mesh), ("dp", EIGHT))
+    )
+    halved = sum(
+        s.size for _, s in leaves(recipe.parameters) if "model" in partition(s, "tp", mesh)
+    )
     assert halved > 50e6
     assert dp.gathered - tp.gathered == halved and dp.parameters - tp.parameters == 2 * halved
     assert tp.batch == 2 * dp.batch
@@ -142,7 +162,8 @@ def test_batches_of_large_vocabularies_take_four_bytes(r21):
 
 
 def test_a_gpt_keeps_what_korthikanti_counts(gpt2):
-    """34 bytes x width a layer and token, of which two are masks of dropout, which there is none of here."""
+    """34 bytes x width a layer and token, of which two are masks of dropout, which there is none of
+    here."""
     outside = 2 * (768 + 2 * 50_257)  # rows into the head; logits and their gradient
     assert estimates.activation_bytes(gpt2, 1) == 12 * 32 * 768 + outside
 
@@ -167,7 +188,11 @@ def test_a_published_size_can_be_trained():
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 16), "int32")
     ctx = Context(recipe.stages[0], training=True)
-    assert jax.eval_shape(lambda p, t: recipe.forward(p, t, ctx), params, tokens).shape == (2, 16, 50_257)
+    assert jax.eval_shape(lambda p, t: recipe.forward(p, t, ctx), params, tokens).shape == (
+        2,
+        16,
+        50_257,
+    )
 
 
 def test_every_number_is_printed_with_a_formula(r21):
@@ -181,7 +206,12 @@ def test_every_number_is_printed_with_a_formula(r21):
     ("call", "words"),
     [
         (lambda r: estimates.memory(r, r.stages[0], "zero2", EIGHT), "--layout zero2 is unknown"),
-        (lambda r: estimates.memory(r, r.stages[0], "zero1", estimates.abstract_mesh({"data": 3})), "divides 8"),
+        (
+            lambda r: estimates.memory(
+                r, r.stages[0], "zero1", estimates.abstract_mesh({"data": 3})
+            ),
+            "divides 8",
+        ),
         (lambda r: estimates.memory(r, r.stages[0], "zero1", EIGHT, 1000), "--micro-batch 1000"),
         (lambda r: estimates.abstract_mesh({"data": -1, "model": 3}, 8), "whose product is 8"),
     ],

@@ -1,4 +1,5 @@
-"""plan/findings.py finds each deliberate fault, in programs compiled for eight virtual CPU devices."""
+"""plan/findings.py finds each deliberate fault, in programs compiled for eight virtual CPU
+devices."""
 
 import math
 from pathlib import Path
@@ -35,12 +36,19 @@ def errors(plan) -> set[str]:
     return {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
 
 
-# x (16, 8, 32) @ w (32, 64) on a 4 x 2 mesh; factors worked out by hand in the seed's text: devices x a device's share.
+# x (16, 8, 32) @ w (32, 64) on a 4 x 2 mesh; factors worked out by hand in the seed's text: devices
+# x a device's share.
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "out_spec", "factor", "names"),
     [
         (P("data"), P(None, "model"), P("data", None, "model"), 1.0, []),
-        (P("model"), P(None, "model"), P(None, None, "model"), 4.0, ["axis-used-twice", "idle-axis"]),
+        (
+            P("model"),
+            P(None, "model"),
+            P(None, None, "model"),
+            4.0,
+            ["axis-used-twice", "idle-axis"],
+        ),
         (P("data"), P(), P("data"), 2.0, ["idle-axis"]),
         (P(), P(), P(), 8.0, ["idle-axis", "idle-axis"]),
         (P(("data", "model")), P(), P(("data", "model")), 1.0, []),
@@ -58,7 +66,9 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     [row] = findings.matmuls(kernels, ideal, 8)
     assert row["redundancy"] == pytest.approx(factor, abs=0.05)
     found = findings.redundant([row], kernels)
-    assert [finding.value for finding in found] == ([factor] if factor > findings.MAX_REDUNDANCY else [])
+    assert [finding.value for finding in found] == (
+        [factor] if factor > findings.MAX_REDUNDANCY else []
+    )
     placed = [*findings.mesh_axis_use({"w": w_spec}, x_spec, dict(mesh.shape))]
     assert sorted(finding.name for finding in placed) == names
     assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
@@ -72,16 +82,37 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     ],
 )
 def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
-    """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device needs."""
+    """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device
+    needs."""
     monkeypatch.setattr(layouts, "SMALL", 0)
-    toy = ["VOCAB=272", "BOS=5", "WIDTH=64", "LAYERS=1", "HEADS=4", "MLP_WIDTH=256", "LANES=8", "LANE_LEN=32"]
+    toy = [
+        "VOCAB=272",
+        "BOS=5",
+        "WIDTH=64",
+        "LAYERS=1",
+        "HEADS=4",
+        "MLP_WIDTH=256",
+        "LANES=8",
+        "LANE_LEN=32",
+    ]
     recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
-    mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
+    mesh, one = (
+        make_mesh(axes, jax.devices()[: math.prod(axes.values())]),
+        make_mesh({"data": 1}, jax.devices()[:1]),
+    )
     stage = recipe.stages[0]
-    ideal = findings.ideal_flops(program.trace_step(recipe, stage, Placement(one, "dp", HERE), 1).jaxpr)
-    text = program.trace_step(recipe, stage, Placement(mesh, "tp", HERE), 1).lower().compile().as_text()
+    ideal = findings.ideal_flops(
+        program.trace_step(recipe, stage, Placement(one, "dp", HERE), 1).jaxpr
+    )
+    text = (
+        program.trace_step(recipe, stage, Placement(mesh, "tp", HERE), 1)
+        .lower()
+        .compile()
+        .as_text()
+    )
     rows = findings.matmuls(cost.kernels(text), ideal, mesh.size)
-    factors = [row["redundancy"] for row in rows if row["source"]]  # XLA forgets where some came from
+    # XLA forgets where some came from
+    factors = [row["redundancy"] for row in rows if row["source"]]
     assert len(factors) >= 6 and all(1.0 <= factor <= 1.1 for factor in factors), rows
     assert 1.0 <= sum(row["flops"] for row in rows) / sum(ideal.values()) <= 1.1
     qkv = program.state_shardings(recipe, "tp", mesh)[0]["params"]["qkv"]
@@ -90,8 +121,13 @@ def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
 
 def test_a_recipe_without_faults_has_no_errors_but_what_the_cpu_makes_wide():
     plan = plan_here()
-    assert errors(plan) <= {"fp32-logits", "exposed-collective", "cas-scatter"}  # the CPU multiplies bf16 as fp32
-    assert all(row["redundancy"] == pytest.approx(1, abs=0.01) for row in plan["matmuls"] if row["redundancy"])
+    # the CPU multiplies bf16 as fp32
+    assert errors(plan) <= {"fp32-logits", "exposed-collective", "cas-scatter"}
+    assert all(
+        row["redundancy"] == pytest.approx(1, abs=0.01)
+        for row in plan["matmuls"]
+        if row["redundancy"]
+    )
 
 
 def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
@@ -106,7 +142,9 @@ def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
 def test_dp_holds_everything_everywhere():
     plan = plan_here(layout="dp")
     assert "replicated-muon" in errors(plan)
-    whole = [finding["text"] for finding in plan["findings"] if finding["name"] == "replicated-leaf"]
+    whole = [
+        finding["text"] for finding in plan["findings"] if finding["name"] == "replicated-leaf"
+    ]
     assert len(whole) == 3 and all("--layout zero1 shards them 8 ways" in text for text in whole)
 
 
@@ -141,7 +179,8 @@ def test_logits_are_arrays_over_the_vocabulary():
     [found] = findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, 272)
     assert (found.name, found.value) == ("fp32-logits", 1)
     assert not [*findings.wide_logits(LOGITS.replace("DIM", "300"), 1024, 272)]
-    assert not [*findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)]  # the head computes in fp32
+    # the head computes in fp32
+    assert not [*findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)]
 
 
 def test_heads_have_rows_that_are_scored_and_the_size_of_a_logit():
@@ -151,7 +190,16 @@ def test_heads_have_rows_that_are_scored_and_the_size_of_a_logit():
 
 
 def test_a_matrix_cut_over_another_axis_is_not_replicated():
-    toy = ["VOCAB=272", "BOS=5", "WIDTH=256", "LAYERS=1", "HEADS=4", "MLP_WIDTH=1024", "LANES=8", "LANE_LEN=32"]
+    toy = [
+        "VOCAB=272",
+        "BOS=5",
+        "WIDTH=256",
+        "LAYERS=1",
+        "HEADS=4",
+        "MLP_WIDTH=1024",
+        "LANES=8",
+        "LANE_LEN=32",
+    ]
     recipe = find("llmc", [*toy, "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh = make_mesh({"data": 4, "model": 2})
     specs = dict(leaves(layouts.partitions(recipe.parameters, "tp", mesh)))
@@ -171,7 +219,8 @@ ENTRY %main (into: f32[272], at: s32[65536,1], what: f32[65536,WIDTH]) -> f32[27
   %into = f32[272]{0} parameter(0)
   %at = s32[65536,1]{1,0} parameter(1)
   %what = f32[65536,WIDTH]{1,0} parameter(2)
-  ROOT %out = f32[272]{0} scatter(%into, %at, %what), update_window_dims={1}, inserted_window_dims={}, \
+  ROOT %out = f32[272]{0} scatter(%into, %at, %what), update_window_dims={1}, \
+inserted_window_dims={}, \
 scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
 }
 """
@@ -181,16 +230,27 @@ def test_scalar_scatters_are_loops_of_compare_and_swap():
     [found] = findings.slow_scatters(SCATTER.replace("WIDTH", "1"))
     assert (found.name, found.value) == ("cas-scatter", 65536)
     assert not [*findings.slow_scatters(SCATTER.replace("WIDTH", "4"))]  # one vector instruction
-    alone = SCATTER.replace("WIDTH", "1").replace("index_vector_dim=1,", "index_vector_dim=1, unique_indices=true,")
+    alone = SCATTER.replace("WIDTH", "1").replace(
+        "index_vector_dim=1,", "index_vector_dim=1, unique_indices=true,"
+    )
     assert not [*findings.slow_scatters(alone)]
     named = SCATTER.replace("WIDTH", "1").replace(
         "(%into, %at, %what)", "(f32[272]{0} %into, s32[9,1] %at, f32[9,1] %what)"
     )
-    assert [*findings.slow_scatters(named)] == [found], "operands as older and newer versions write them"
+    assert [*findings.slow_scatters(named)] == [found], (
+        "operands as older and newer versions write them"
+    )
 
 
 def test_exposed_communication():
-    gather = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
+    gather = {
+        "kind": "all-gather",
+        "bytes": 10**9,
+        "async": True,
+        "count": 1,
+        "ms": 8.0,
+        "exposed_ms": 7.0,
+    }
     [found] = findings.exposed([gather], 50.0, "stage 2")
     assert found.name == "exposed-collective" and found.text.startswith("stage 2: ")
     assert not [*findings.exposed([gather | {"exposed_ms": 1.0}], 50.0, "stage 2")]

@@ -1,4 +1,5 @@
-"""HLO parser on text that XLA makes here for eight virtual CPU devices, and on notation of its GPU texts."""
+"""HLO parser on text that XLA makes here for eight virtual CPU devices, and on notation of its GPU
+texts."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jspeed.plan import hlo
 
 @pytest.fixture(scope="module")
 def step() -> str:
-    """A loop of matmuls, a reduction over rows that lie on eight devices, and an in-place update."""
+    """A loop of matmuls, a reduction over rows that lie on eight devices, and an in-place
+    update."""
     mesh = make_mesh({"data": 8})
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 
@@ -110,7 +112,8 @@ def test_replica_groups_in_all_notations(written: str, members: tuple[int, ...])
 
 ENTRY %main (p: bf16[4]) -> bf16[4] {{
   %p = bf16[4]{{0}} parameter(0)
-  %a = bf16[4]{{0}} all-reduce-start(%p), channel_id=1, replica_groups={written}, backend_config={{"is_sync":false}}
+  %a = bf16[4]{{0}} all-reduce-start(%p), channel_id=1, replica_groups={written}, \
+backend_config={{"is_sync":false}}
   ROOT %d = bf16[4]{{0}} all-reduce-done(%a)
 }}
 """
@@ -130,8 +133,10 @@ def test_starts_and_dones_are_one():
 ENTRY %main (p: f8e4m3fn[16,4]) -> (f8e4m3fn[2,4], bf16[32,4]) {
   %p = f8e4m3fn[16,4]{1,0} parameter(0)
   %start = ((f8e4m3fn[16,4]{1,0}), f8e4m3fn[2,4]{1,0}, u32[]) async-start(%p), calls=%wrapped
-  %q = bf16[4,4]{1,0} custom-call(%p, /*index=1*/%p), custom_call_target="k(", metadata={op_name="a)" stack_frame_id=9}
-  %gather = (bf16[4,4]{1,0}, bf16[32,4]{1,0}) all-gather-start(%q), replica_groups={}, backend_config={"is_sync":true}
+  %q = bf16[4,4]{1,0} custom-call(%p, /*index=1*/%p), custom_call_target="k(", \
+metadata={op_name="a)" stack_frame_id=9}
+  %gather = (bf16[4,4]{1,0}, bf16[32,4]{1,0}) all-gather-start(%q), replica_groups={}, \
+backend_config={"is_sync":true}
   %update = ((f8e4m3fn[16,4]{1,0}), f8e4m3fn[2,4]{1,0}, u32[]) async-update(%start)
   %done = f8e4m3fn[2,4]{1,0} async-done(%update)
   %gathered = bf16[32,4]{1,0} all-gather-done(%gather)
@@ -168,11 +173,15 @@ def test_other_text_is_refused():
         hlo.running("def f(): pass")
 
 
-@pytest.mark.parametrize(("axis", "pairs"), [("pipe", [(0, 1), (1, 2), (2, 3)]), ("data", [(0, 1), (1, 0)])])
+@pytest.mark.parametrize(
+    ("axis", "pairs"), [("pipe", [(0, 1), (1, 2), (2, 3)]), ("data", [(0, 1), (1, 0)])]
+)
 def test_a_permute_is_named_after_the_axis_it_runs_along(axis: str, pairs: list[tuple[int, int]]):
     mesh = make_mesh({"data": 2, "pipe": 4})
     both = PartitionSpec(("data", "pipe"))
-    mapped = jax.shard_map(lambda x: jax.lax.ppermute(x, axis, pairs), mesh=mesh, in_specs=both, out_specs=both)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, axis, pairs), mesh=mesh, in_specs=both, out_specs=both
+    )
     x = jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=NamedSharding(mesh, both))
     [permute] = hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())
     assert (permute.along(dict(mesh.shape)), permute.group) == ((axis,), mesh.shape[axis])

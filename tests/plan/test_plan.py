@@ -1,4 +1,5 @@
-"""A plan's dictionary, its tables, its comparison and search, on a small recipe compiled for this CPU."""
+"""A plan's dictionary, its tables, its comparison and search, on a small recipe compiled for this
+CPU."""
 
 import io
 import json
@@ -48,7 +49,8 @@ def placement_here(
     mesh: Mesh | None = None,
     platform: str = "cpu",
 ) -> TargetPlacement:
-    """Eight devices of this CPU in the place of eight H100s, which take ``at_once`` tokens or ``micro_batch``."""
+    """Eight devices of this CPU in the place of eight H100s, which take ``at_once`` tokens or
+    ``micro_batch``."""
     device = Device(platform, "xla", "emulated", at_once, memory)
     placed = place(recipe, mesh or make_mesh({"data": 8}), layout, device, micro_batch)
     return TargetPlacement(cluster=parse_target("h100x8"), **vars(placed))
@@ -71,15 +73,19 @@ def rows():
 
 
 def test_keys(plan, rows):
-    plan = json.loads(json.dumps({key: plan[key] for key in plan if key != "step"}))  # all of it is plain
+    # all of it is plain
+    plan = json.loads(json.dumps({key: plan[key] for key in plan if key != "step"}))
     check_json(plan | {"search": rows, "against": plan}, Plan)
     worse = plan | {"stages": [{**plan["stages"][0], "flops": "many"}]}
-    with pytest.raises(BadInput, match=r"field 'against.stages\[0\].flops': expected a finite number \(FLOPs\)"):
+    with pytest.raises(
+        BadInput, match=r"field 'against.stages\[0\].flops': expected a finite number \(FLOPs\)"
+    ):
         check_json(plan | {"against": worse}, Plan)
     assert (plan["target"], plan["devices"], plan["recipe"]) == ("h100x8", 8, "bad")
     [stage] = plan["stages"]
     assert (
-        list(stage["memory_bytes"]) == list(get_args(Allocation)) and tuple(stage["time_ms"]) == predict.Times._fields
+        list(stage["memory_bytes"]) == list(get_args(Allocation))
+        and tuple(stage["time_ms"]) == predict.Times._fields
     )
     assert [*stage["kernels"], "collective"] == list(get_args(Kind))
     assert stage["predicted_ms"][0] < stage["predicted_ms"][1]
@@ -89,28 +95,43 @@ def test_keys(plan, rows):
 def test_numbers(plan):
     [stage] = plan["stages"]
     assert (stage["steps"], stage["tokens_per_step"], stage["micro_batches"]) == (10, 16 * 512, 2)
-    # 6 x (one 128 x 128 matrix and the head) for each of a device's 1,024 tokens; Muon: 5 x 3 matmuls on one matrix,
-    # too small a bank to be cut, so on every device.
+    # 6 x (one 128 x 128 matrix and the head) for each of a device's 1,024 tokens; Muon: 5 x 3
+    # matmuls on one matrix, too small a bank to be cut, so on every device.
     assert stage["flops"] == 6 * 1024 * (128 * 128 + 1024 * 128) + 15 * 2 * 128**3
-    assert plan["parameters"] == parameter_count(FOUND.recipe.parameters) == 2 * 1024 * 128 + 128 * 128
+    assert (
+        plan["parameters"] == parameter_count(FOUND.recipe.parameters) == 2 * 1024 * 128 + 128 * 128
+    )
     assert sum(stage["memory_by_kind"].values()) == stage["memory_bytes"]["peak"]
-    # Two tables in eighths, the matrix whole; Adam twice that of the tables, Muon once the matrix, three counters.
+    # Two tables in eighths, the matrix whole; Adam twice that of the tables, Muon once the matrix,
+    # three counters.
     assert stage["memory_by_kind"]["parameters"] == 4 * (2 * 1024 * 128 // 8 + 128 * 128)
     assert {one["axis"] for one in stage["collectives"]} == {"data"}
     times = stage["time_ms"]
-    roofline = times["compute"] + times["memory"] + times["exposed_communication"] + times["launches"]
-    assert times["launches"] == pytest.approx(1e3 * predict.GAP * sum(stage["kernels"].values())) and roofline > 0
-    assert times["empty_blocks"] == 0 and stage["roofline_ms"] == pytest.approx(roofline)  # without cuDNN
-    assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline * predict.slowdown())[0])
+    roofline = (
+        times["compute"] + times["memory"] + times["exposed_communication"] + times["launches"]
+    )
+    assert (
+        times["launches"] == pytest.approx(1e3 * predict.GAP * sum(stage["kernels"].values()))
+        and roofline > 0
+    )
+    # without cuDNN
+    assert times["empty_blocks"] == 0 and stage["roofline_ms"] == pytest.approx(roofline)
+    assert stage["predicted_ms"][0] == pytest.approx(
+        predict.predicted_range(roofline * predict.slowdown())[0]
+    )
     assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
     assert plan["fitted_seconds"] == pytest.approx(10 * roofline / 1e3 * predict.slowdown())
     assert sum(row["share"] for row in plan["bottlenecks"]) == pytest.approx(1)
     kernels = times["compute"] + times["memory"]
-    assert sum(row["seconds"] for row in plan["bottlenecks"]) == pytest.approx(kernels / 100 * predict.slowdown())
+    assert sum(row["seconds"] for row in plan["bottlenecks"]) == pytest.approx(
+        kernels / 100 * predict.slowdown()
+    )
     shares = [row["share"] for row in plan["bottlenecks"]]
     assert shares == sorted(shares, reverse=True)
     price = parse_target("h100x8").target.data_sheet.dollars_per_hour
-    assert plan["predicted_cost"]["low"] == pytest.approx(8 * price * plan["predicted_seconds"][0] / 3600)
+    assert plan["predicted_cost"]["low"] == pytest.approx(
+        8 * price * plan["predicted_seconds"][0] / 3600
+    )
 
 
 def test_out_of_memory_says_what_fits(plan, rows):
@@ -124,10 +145,16 @@ def test_out_of_memory_says_what_fits(plan, rows):
     assert "micro-batch of 1,024 tokens" in summary and "--micro-batch 512 needs" in summary
     fits, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [plan["step"]])
     assert fits and summary.startswith("fits: ")
-    _, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [replace(plan["step"], head_chunk=64)])
+    _, summary = memory_summary(
+        FOUND.recipe, placement_here(memory=small), [replace(plan["step"], head_chunk=64)]
+    )
     assert summary.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
-    _, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [replace(plan["step"], remat=True)])
-    assert summary.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
+    _, summary = memory_summary(
+        FOUND.recipe, placement_here(memory=small), [replace(plan["step"], remat=True)]
+    )
+    assert summary.endswith(
+        "with a micro-batch of 512 tokens, layers recomputed for their gradients"
+    )
 
 
 def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
@@ -138,10 +165,14 @@ def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
         layouts.append(placement.layout)
         return SimpleNamespace(jaxpr=SimpleNamespace(eqns=[]))
 
-    monkeypatch.setattr(jspeed.plan.make, "compile_stages", lambda *_: [replace(plan["step"], remat=True)])
+    monkeypatch.setattr(
+        jspeed.plan.make, "compile_stages", lambda *_: [replace(plan["step"], remat=True)]
+    )
     monkeypatch.setattr(program, "trace_step", trace_step)
     monkeypatch.setattr(jspeed.plan.make, "check_shard_map", lambda _: [])
-    assert make_plan(FOUND, placement_here())["layout"] == "zero1" and layouts == ["zero1+remat"] * 2
+    assert (
+        make_plan(FOUND, placement_here())["layout"] == "zero1" and layouts == ["zero1+remat"] * 2
+    )
 
 
 def test_the_text_of_a_program_is_read_once(plan):
@@ -149,20 +180,31 @@ def test_the_text_of_a_program_is_read_once(plan):
     hlo.instructions.cache_clear()
     step = with_stage(plan["step"], FOUND.recipe.stages[0])
     stage = describe.describe_stage(FOUND.recipe, placement_here(), 1, step)
-    assert stage["flops"] == plan["stages"][0]["flops"] and hlo.instructions.cache_info().misses == 0
+    assert (
+        stage["flops"] == plan["stages"][0]["flops"] and hlo.instructions.cache_info().misses == 0
+    )
 
 
 def test_search_ends_with_what_does_not_fit(rows):
-    assert [(row["micro_batch_tokens"], row["fits"]) for row in rows] == [(512, True), (1024, False)]
+    assert [(row["micro_batch_tokens"], row["fits"]) for row in rows] == [
+        (512, True),
+        (1024, False),
+    ]
 
 
 def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
-    """What training falls back to at last, its smallest micro-batch with remat, is not the best with remat."""
+    """What training falls back to at last, its smallest micro-batch with remat, is not the best
+    with remat."""
 
     def until_it_fits(recipe, placement):
         remat = placement.layout.endswith("+remat")
         for tokens in (1024, 512):
-            row = {"layout": placement.layout, "micro_batch_tokens": tokens, "fits": remat, "peak_bytes": 1}
+            row = {
+                "layout": placement.layout,
+                "micro_batch_tokens": tokens,
+                "fits": remat,
+                "peak_bytes": 1,
+            }
             yield row | {"predicted_ms": [1, 2]}
             if remat:
                 return
@@ -170,8 +212,13 @@ def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
 
     monkeypatch.setattr(jspeed.plan.make, "search_layout", until_it_fits)
     found = search(replace(FOUND, recipe=replace(FOUND.recipe, alike=True)), [placement_here()])
-    first, *others = [(row["layout"].endswith("+remat"), row["micro_batch_tokens"], row["fits"]) for row in found]
-    assert first == (True, 1024, True) and sorted(others) == [(False, 512, False), (False, 1024, False)]
+    first, *others = [
+        (row["layout"].endswith("+remat"), row["micro_batch_tokens"], row["fits"]) for row in found
+    ]
+    assert first == (True, 1024, True) and sorted(others) == [
+        (False, 512, False),
+        (False, 1024, False),
+    ]
 
 
 def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
@@ -188,7 +235,11 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
     monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
     fits, refused = search(FOUND, [placement_here(at_once=1024)])
     assert fits == next(row for row in rows if row["fits"])
-    assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (False, 12 * 10**9, None)
+    assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (
+        False,
+        12 * 10**9,
+        None,
+    )
     console = Console(file=io.StringIO(), width=140)
     terminal.print_table(console, tables.searched({"search": [fits, refused]}))
     assert "12.00 GB" in console.file.getvalue()
@@ -234,13 +285,16 @@ def test_lanes_that_do_not_divide_are_one_error_message():
 
 @pytest.fixture
 def tried(monkeypatch):
-    """What is lowered, (tokens of a lane or less, chunk of the head's loss), and needs so many bytes: nothing is."""
+    """What is lowered, (tokens of a lane or less, chunk of the head's loss), and needs so many
+    bytes: nothing is."""
     found = []
 
     def lower(recipe, stage, placement, parts, phase=-1, head_chunk=None):
         tokens = recipe.tokens_per_step(stage) // placement.mesh.shape["data"] // parts
         found.append((tokens, head_chunk))
-        return SimpleNamespace(as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0))
+        return SimpleNamespace(
+            as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0)
+        )
 
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
     monkeypatch.setattr(compiler, "compiled", lambda lowered, device, more: lowered)
@@ -249,8 +303,8 @@ def tried(monkeypatch):
 
 
 def test_a_plan_compiles_as_a_run_does(monkeypatch):
-    """The same program with the same options of XLA, but for machine code, which a plan does without; ``bench.py gpu``
-    takes :func:`program.fit` too."""
+    """The same program with the same options of XLA, but for machine code, which a plan does
+    without; ``bench.py gpu`` takes :func:`program.fit` too."""
     given, compile_it = [], jax.stages.Lowered.compile
 
     def compile_here(lowered, compiler_options=None):
@@ -269,12 +323,16 @@ def test_a_plan_compiles_as_a_run_does(monkeypatch):
 
 
 def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
-    """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces, then these."""
+    """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces,
+    then these."""
     monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 48)
     recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129", "VOCAB=100"]).recipe
     [stage], mesh = recipe.stages, placement_here().mesh
-    # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but of 48 tokens.
-    assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [
+    # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but
+    # of 48 tokens.
+    assert [
+        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 2, 4)
+    ] == [
         64_000,
         38_400,
         12_800,
@@ -282,7 +340,9 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
 
     def found(memory, micro_batch=None):
         tried.clear()
-        taken = compile_that_fits(recipe, placement_here(recipe, memory=memory, micro_batch=micro_batch), 0)
+        taken = compile_that_fits(
+            recipe, placement_here(recipe, memory=memory, micro_batch=micro_batch), 0
+        )
         return taken.parts, taken.head_chunk
 
     assert found(128_000) == (1, None) and tried == [(128, None)]
@@ -300,7 +360,10 @@ def test_stages_of_several_lengths_take_their_own(tried):
     placement = placement_here(recipe, memory=12_288_000, at_once=65_536)
     for number, tokens in enumerate((8192, 8192, 12_288, 12_288)):
         taken = compile_that_fits(recipe, placement, number)
-        assert recipe.tokens_per_step(recipe.stages[number]) // 8 // taken.parts == tokens and taken.head_chunk is None
+        assert (
+            recipe.tokens_per_step(recipe.stages[number]) // 8 // taken.parts == tokens
+            and taken.head_chunk is None
+        )
 
 
 def test_steps_that_are_one_program():

@@ -19,10 +19,13 @@ STAGE = {
     "micro_batches": 2,
     "micro_batch_tokens": 24_576,
     "compiled": True,
-    "memory_bytes": {"arguments": 400_000_000, "temporaries": 21_000_000_000, "peak": 21_500_000_000},
-    "memory_by_kind": {"parameters": 137_000_000, "batch": 100_000, "activations and workspace": 20_800_000_000},
+    "memory_bytes": {"arguments": 400_000_000, "temporaries": 21_000_000_000, "peak":
+    21_500_000_000},
+    "memory_by_kind": {"parameters": 137_000_000, "batch": 100_000, "activations and workspace":
+    20_800_000_000},
     "largest_buffers": [
-        {"bytes": 4_945_084_416, "dtype": "bf16", "dims": [49_152, 50_304], "source": "losses.py:88", "op": ""}
+        {"bytes": 4_945_084_416, "dtype": "bf16", "dims": [49_152, 50_304], "source":
+        "losses.py:88", "op": ""}
     ],
     "flops": 9.1e13,
     "flops_by_dtype": {"f8": 3.4e13, "bf16": 5.7e13},
@@ -30,10 +33,13 @@ STAGE = {
     "bytes_moved": 1.4e11,
     "kernels": {"fp8_matmul": 3, "matmul": 260, "attention_forward": 11},
     "collectives": [
-        {"kind": "all-gather", "bytes": 77_266_944, "axis": "data", "group": 8, "async": True, "count": 2,
-         "dtype": "bf16", "ms": 0.75, "compute_ms_between": 0.5, "exposed_ms": 0.25, "source": "layout.py:179"}
+        {"kind": "all-gather", "bytes": 77_266_944, "axis": "data", "group": 8, "async": True,
+        "count": 2,
+         "dtype": "bf16", "ms": 0.75, "compute_ms_between": 0.5, "exposed_ms": 0.25, "source":
+         "layout.py:179"}
     ],
-    "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication": 1.9, "launches": 0.2,
+    "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication":
+    1.9, "launches": 0.2,
                 "empty_blocks": 5.0},
     "predicted_ms": [68.0, 97.0],
 }  # fmt: skip
@@ -58,7 +64,8 @@ PLAN = {
     },
     "fractions": {"matmul": 0.65},
     "calibration": [
-        {"recipe": "track3", "measured_ms": 155.0, "predicted_ms": [120.0, 170.0], "used_to_fit": False,
+        {"recipe": "track3", "measured_ms": 155.0, "predicted_ms": [120.0, 170.0], "used_to_fit":
+        False,
          "error": -0.06, "source": "track 3"}
     ],
     "stages": [STAGE, STAGE | {"name": "stage 2", "predicted_ms": [71.0, 101.0]}],
@@ -68,14 +75,17 @@ PLAN = {
     "bottlenecks": [],
     "predicted_cost": {"currency": "USD", "per_device_hour": 3.0, "low": 0.77, "high": 1.1},
     "findings": [
-        {"name": "redundant-matmul", "level": "error", "text": "8.00 times the FLOPs", "value": 8.0, "threshold": None}
+        {"name": "redundant-matmul", "level": "error", "text": "8.00 times the FLOPs", "value":
+        8.0, "threshold": None}
     ],
     "matmuls": [
-        {"source": "r29.py:140", "name": "dot", "dtype": "bf16", "shape": [8, 4, 2], "count": 66, "flops": 2e12,
+        {"source": "r29.py:140", "name": "dot", "dtype": "bf16", "shape": [8, 4, 2], "count": 66,
+        "flops": 2e12,
          "redundancy": 8.0}
     ],
     "search": [
-        {"layout": "zero1", "mesh": {"data": 8}, "micro_batch_tokens": 49_152, "peak_bytes": 1e9, "fits": False,
+        {"layout": "zero1", "mesh": {"data": 8}, "micro_batch_tokens": 49_152, "peak_bytes": 1e9,
+        "fits": False,
          "predicted_ms": [1.0, 2.0]}
     ],
     "warnings": ["no plan was built"],
@@ -117,7 +127,10 @@ def drawn(path: Path) -> list[str]:
     """Return every text in the SVG; raises when it is not XML."""
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    return ["".join(element.itertext()).strip() for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(element.itertext()).strip()
+        for element in root.iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def marked_up(value):
@@ -132,18 +145,24 @@ def marked_up(value):
 def test_the_picture_has_every_number_that_matters(tmp_path: Path) -> None:
     write_svg(tmp_path / "plan.svg", PLAN)
     texts = drawn(tmp_path / "plan.svg")
-    for expected in ("r29 on h100x8", "stage 1", "stage 2", "68 to 97 ms", "71 to 101 ms", "compute", "memory",
-                     "exposed communication", "all communication", "JAX may take 78.15 GB", "peak 21.50 GB",
-                     "device 84.94 GB", "activations and workspace, 20.80 GB", "parameters, 0.14 GB"):  # fmt: skip
+    for expected in ("r29 on h100x8", "stage 1", "stage 2", "68 to 97 ms", "71 to 101 ms",
+    "compute", "memory",
+                     "exposed communication", "all communication", "JAX may take 78.15 GB", "peak \
+21.50 GB",
+                     "device 84.94 GB", "activations and workspace, 20.80 GB", "parameters, 0.14 \
+GB"):  # fmt: skip
         assert expected in texts
     assert (tmp_path / "plan.svg").stat().st_size < 100_000
 
 
 def test_the_page_has_the_tables_of_all_stages_and_runs_and_loads_nothing(read) -> None:
     found = read(PLAN)
-    for expected in ("r29 on h100x8", "69.0 to 99.0 ms", "$0.77 to $1.10", "24,576 x 2", "49152 x 50304",
-                     "losses.py:88", "all-gather", "8.00 times the FLOPs", "-0.06", "r29.py:140", "no plan was built",
-                     "275,742,048", "under 0.1 %", "68 to 97", "84.94 GB", "71 to 101", "LANES=8", "1d735ec3",
+    for expected in ("r29 on h100x8", "69.0 to 99.0 ms", "$0.77 to $1.10", "24,576 x 2", "49152 x \
+50304",
+                     "losses.py:88", "all-gather", "8.00 times the FLOPs", "-0.06", "r29.py:140",
+                     "no plan was built",
+                     "275,742,048", "under 0.1 %", "68 to 97", "84.94 GB", "71 to 101", "LANES=8",
+                     "1d735ec3",
                      "https://example.org/h100?a=1&b=2 (dense)"):  # fmt: skip
         assert expected in found.text
     assert set(found.tags) <= {"html", "head", "meta", "style", "body", "pre", "code", "span"}
@@ -154,12 +173,23 @@ def test_markup_in_any_text_is_shown_as_text(read, tmp_path: Path) -> None:
     plan = marked_up(PLAN)
     plan["stages"][0]["kernels"] = {"<i>kernel": 1}
     plan["stages"][0]["memory_by_kind"] = {"<i>kind": 2e9}
-    plan["facts"] = {"<i>fact": {"<i>rate": 1.0}, "sources": {"<i>fact": 'https://x.org/"onclick="alert(1)'}}
+    plan["facts"] = {
+        "<i>fact": {"<i>rate": 1.0},
+        "sources": {"<i>fact": 'https://x.org/"onclick="alert(1)'},
+    }
     plan["mesh"] = {"<i>axis": 8}
     plan["findings"][0]["level"] = "error"
     plain, found = read(PLAN), read(plan)
     assert set(found.tags) == set(plain.tags) and set(found.attributes) == set(plain.attributes)
-    for expected in ("r29<script>", "stage 1<script>", "<i>kernel", "<i>kind", "<i>fact", "<i>axis", "<b>"):
+    for expected in (
+        "r29<script>",
+        "stage 1<script>",
+        "<i>kernel",
+        "<i>kind",
+        "<i>fact",
+        "<i>axis",
+        "<b>",
+    ):
         assert expected in found.text
     write_svg(tmp_path / "plan.svg", plan)
     assert any(
@@ -169,13 +199,21 @@ def test_markup_in_any_text_is_shown_as_text(read, tmp_path: Path) -> None:
 
 
 def test_stages_that_exchange_the_same_are_listed_once(read) -> None:
-    other = STAGE | {"name": "stage 3", "collectives": [STAGE["collectives"][0] | {"bytes": 5}], "compiled": False}
+    other = STAGE | {
+        "name": "stage 3",
+        "collectives": [STAGE["collectives"][0] | {"bytes": 5}],
+        "compiled": False,
+    }
     text = read(PLAN | {"stages": [*PLAN["stages"], other]}).text
     assert text.count("all-gather") == 2 and "stage 3 *" in text
 
 
 def test_a_plan_beside_another(read) -> None:
-    before = PLAN | {"recipe": "r21", "stages": [STAGE | {"steps": 10, "flops": 1e12}], "predicted_step_ms": [80, 90]}
+    before = PLAN | {
+        "recipe": "r21",
+        "stages": [STAGE | {"steps": 10, "flops": 1e12}],
+        "predicted_step_ms": [80, 90],
+    }
     found = read(PLAN | {"against": before})
     for expected in ("r29 against r21 on h100x8", "predicted ms, low", "exposed communication ms"):
         assert expected in found.text
@@ -195,7 +233,9 @@ def test_the_same_plan_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_search_and_no_table_of_it(read) -> None:
-    text = read({key: value for key, value in PLAN.items() if key != "search"} | {"findings": []}).text
+    text = read(
+        {key: value for key, value in PLAN.items() if key != "search"} | {"findings": []}
+    ).text
     assert "layouts and micro-batches tried" not in text
 
 
@@ -203,20 +243,50 @@ def test_numbers_as_text() -> None:
     assert tables.size(21.5e9) == "21.50 GB" and tables.size(98_306) == "98.3 kB"
     assert tables.number(12_345) == "12,345" and tables.number(3.35e12) == "3.35 T"
     assert tables.percent(0, 5) == "0 %" and tables.percent(1, 1e6) == "under 0.1 %"
-    values = {"a": None, "b": "", "c": True, "bytes": 5, "dims": [2, 3], "predicted_ms": [1.0, 2.0], "m": {"data": 8}}
-    assert [tables.text(*item) for item in values.items()] == ["-", "-", "yes", "0.005 kB", "2 x 3", "1 to 2", "data=8"]
-    assert tables.listing("", [{"a_b": "3.35 T", "c": "x"}, {"a_b": "1 to 2"}]).numeric == [True, False]
+    values = {
+        "a": None,
+        "b": "",
+        "c": True,
+        "bytes": 5,
+        "dims": [2, 3],
+        "predicted_ms": [1.0, 2.0],
+        "m": {"data": 8},
+    }
+    assert [tables.text(*item) for item in values.items()] == [
+        "-",
+        "-",
+        "yes",
+        "0.005 kB",
+        "2 x 3",
+        "1 to 2",
+        "data=8",
+    ]
+    assert tables.listing("", [{"a_b": "3.35 T", "c": "x"}, {"a_b": "1 to 2"}]).numeric == [
+        True,
+        False,
+    ]
 
 
 def test_a_finding_is_on_the_page_once(read):
-    finding = {"level": "error", "name": "fp32-logits", "text": "2 arrays", "value": 2.0, "threshold": 0.0}
+    finding = {
+        "level": "error",
+        "name": "fp32-logits",
+        "text": "2 arrays",
+        "value": 2.0,
+        "threshold": 0.0,
+    }
     warnings = ["fp32-logits: 2 arrays", "does not fit: 90 GB", "not measured"]
     text = read(PLAN | {"findings": [finding], "fit": warnings[1], "warnings": warnings}).text
-    assert [text.count(part) for part in ("2 arrays", "does not fit: 90 GB", "not measured")] == [1, 1, 1]
+    assert [text.count(part) for part in ("2 arrays", "does not fit: 90 GB", "not measured")] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_collectives_of_one_stage_say_nothing_of_others():
-    """The terminal shows the last stage alone, whose collectives need not be those of the others."""
+    """The terminal shows the last stage alone, whose collectives need not be those of the
+    others."""
     note = "A stage that is not listed has the same collectives as one that is."
     assert tables.collectives({"stages": [STAGE]}).note == ""
     assert tables.collectives({"stages": [STAGE, STAGE | {"name": "stage 2"}]}).note == note

@@ -31,7 +31,9 @@ def test_without_a_compiler_there_are_still_counts_memory_and_flops(capsys):
 def test_gpt3_by_its_sizes(capsys):
     assert planned.plan("gpt3", target="h100x64", layout="fsdp", set=("LANES=64",)) == 0
     said = capsys.readouterr().out
-    assert "174,604,259,328" in said and "64 lanes" in said and "of the layers one at a time" in said
+    assert (
+        "174,604,259,328" in said and "64 lanes" in said and "of the layers one at a time" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,13 +58,19 @@ WHOLE = {"against": "r29", "search_": True, "strict": True, "svg": Path("f"), "h
 def test_flags_of_a_compiled_plan_are_refused_without_one(given, tmp_path, monkeypatch):
     """Once ignored: nothing was compared and no file written."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="--against, --search, --strict, --svg, --html, --bytes, --json would have no"):
+    with pytest.raises(
+        BadInput,
+        match="--against, --search, --strict, --svg, --html, --bytes, --json would have no",
+    ):
         planned.plan(**given, **WHOLE, bytes_=True, json_=Path("f"))
     assert not list(tmp_path.iterdir())
 
 
 def test_bytes_refuse_what_they_do_not_use():
-    with pytest.raises(BadInput, match="one step alone, so --against, --search, --strict, --svg, --html would have no"):
+    with pytest.raises(
+        BadInput,
+        match="one step alone, so --against, --search, --strict, --svg, --html would have no",
+    ):
         planned.plan("llmc", bytes_=True, **WHOLE)
 
 
@@ -110,7 +118,9 @@ def test_the_last_line_leads_to_the_report(name, tmp_path, monkeypatch, capsys):
     assert name is None or (tmp_path / name).read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.skipif(missing() is None or Path(sys.prefix, "aot").is_dir(), reason="a CUDA plugin is installed here")
+@pytest.mark.skipif(
+    missing() is None or Path(sys.prefix, "aot").is_dir(), reason="a CUDA plugin is installed here"
+)
 def test_says_what_to_install():
     done = plan("track3")
     assert done.returncode == 2

@@ -74,9 +74,15 @@ def test_misuse_of_shard_map(update, cut, names):
     """Of a weight 64 x 8 a part of 8 x 8 fits rows of 8 as well as the whole would rows of 64."""
     mesh = make_mesh({"data": 8})
     x = jnp.ones((16, 8 if names == ["ungathered-weight"] else 64))
-    step = jax.jit(partial(jax.shard_map, mesh=mesh, check_vma=False)(update, in_specs=(cut, P("data")), out_specs=cut))
+    step = jax.jit(
+        partial(jax.shard_map, mesh=mesh, check_vma=False)(
+            update, in_specs=(cut, P("data")), out_specs=cut
+        )
+    )
     found = check_shard_map(step.trace(jnp.ones((64, 8)), x).jaxpr)
-    assert sorted({finding.name for finding in found}) == names and {f.level for f in found} <= {"error"}
+    assert sorted({finding.name for finding in found}) == names and {f.level for f in found} <= {
+        "error"
+    }
     if names:
         assert "test_shard_map_checks.py:" in found[0].text
 
@@ -90,11 +96,18 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "axes"), LAYOUTS + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE])
+@pytest.mark.parametrize(
+    ("layout", "axes"), LAYOUTS + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+)
 def test_steps_of_recipes_are_well(layout, axes, monkeypatch):
     monkeypatch.setattr("jspeed.parallel.layout.SMALL", 0)
-    recipe, mesh = find("track3", [*TOYS["track3"], "HEADS=4", "LAYERS=4", "LANES=16"]).recipe, mesh_of(**axes)
-    traced = program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1)
+    recipe, mesh = (
+        find("track3", [*TOYS["track3"], "HEADS=4", "LAYERS=4", "LANES=16"]).recipe,
+        mesh_of(**axes),
+    )
+    traced = program.trace_step(
+        recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1
+    )
     assert check_shard_map(traced.jaxpr) == []
 
 
@@ -106,8 +119,13 @@ def test_copies_that_drift_apart_are_found():
     gain = params["final_gain"]
     copies = [np.array(shard.data) for shard in gain.addressable_shards]
     copies[5][3] += 1e-3
-    arrays = [jax.device_put(copy, shard.device) for copy, shard in zip(copies, gain.addressable_shards, strict=True)]
-    params["final_gain"] = jax.make_array_from_single_device_arrays(gain.shape, gain.sharding, arrays)
+    arrays = [
+        jax.device_put(copy, shard.device)
+        for copy, shard in zip(copies, gain.addressable_shards, strict=True)
+    ]
+    params["final_gain"] = jax.make_array_from_single_device_arrays(
+        gain.shape, gain.sharding, arrays
+    )
     ((path, far),) = drift(params).items()
     assert path == "final_gain" and far == pytest.approx(1e-3, rel=1e-3)
     with jax.set_mesh(mesh_of(8)):  # of more devices than have the copies that are compared

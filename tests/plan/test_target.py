@@ -1,4 +1,5 @@
-"""Target look-up, and the error message without a compiler; compiling for them is tested in tests/aot."""
+"""Target look-up, and the error message without a compiler; compiling for them is tested in
+tests/aot."""
 
 import re
 from pathlib import Path
@@ -32,23 +33,33 @@ def test_targets(name: str, capability: tuple[int, int], kind: str):
     assert found.cudnn == 91002
     _, source, *rest = found.text.splitlines()
     assert source.startswith("# ") and ("openxla/xla" in source or "https://" in source)
-    assert sum(line.count("{") - line.count("}") for line in rest if not line.lstrip().startswith("#")) == 0
+    assert (
+        sum(line.count("{") - line.count("}") for line in rest if not line.lstrip().startswith("#"))
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H200", 989.4e12)]
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
+    ]
     + [("NVIDIA B200", 2.25e15), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", None), ("cpu", None)],
 )
 def test_facts_by_the_name_that_jax_gives_a_device(kind: str, peak: float | None):
     """An H100 PCIe is no H100 SXM: it has 0.76 of the peak."""
     found = target.data_sheet_of(kind)
-    assert (found and found.peak_flops["bf16"]) == (peak if peak is None else pytest.approx(peak, rel=1e-3))
+    assert (found and found.peak_flops["bf16"]) == (
+        peak if peak is None else pytest.approx(peak, rel=1e-3)
+    )
 
 
 @pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
 def test_facts_agree_with_the_compiler_s_target_config(path: Path):
-    """Every fact has a source, and size and bandwidth are those of the text, to what vendors round."""
+    """Every fact has a source, and size and bandwidth are those of the text, to what vendors
+    round."""
     facts, text = target.load_target(path.stem).data_sheet, path.read_text()
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"}
     [size] = re.findall(r"device_memory_size: (\d+)", text)
@@ -66,8 +77,20 @@ def test_facts_agree_with_the_compiler_s_target_config(path: Path):
 
 @pytest.mark.parametrize(
     ("text", "nodes", "per_node"),
-    [("h100x8", 1, 8), ("h200x1", 1, 1), ("h100x8x4", 4, 8), ("a100x4x2", 2, 4), ("h100x1024", 128, 8)]
-    + [("rtx4090x1", 1, 1), ("rtx3090x2x2", 2, 2), ("a100-40x8", 1, 8), ("v5ex8", 1, 8), ("v6ex1", 1, 1)],
+    [
+        ("h100x8", 1, 8),
+        ("h200x1", 1, 1),
+        ("h100x8x4", 4, 8),
+        ("a100x4x2", 2, 4),
+        ("h100x1024", 128, 8),
+    ]
+    + [
+        ("rtx4090x1", 1, 1),
+        ("rtx3090x2x2", 2, 2),
+        ("a100-40x8", 1, 8),
+        ("v5ex8", 1, 8),
+        ("v6ex1", 1, 1),
+    ],
 )
 def test_clusters(text: str, nodes: int, per_node: int):
     cluster = target.parse_target(text)
@@ -79,7 +102,9 @@ def test_tpus(name: str):
     found = target.load_target(name)
     facts = found.data_sheet
     assert found.device_kind.startswith("TPU v") and found.capability == (0, 0)
-    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"} and set(facts.peak_flops) == {"bf16"}
+    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"} and set(
+        facts.peak_flops
+    ) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):
         with pytest.raises(BadInput, match=f"--target {text}: .* are {name}x1, {name}x4, {name}x8"):
             target.parse_target(text)
@@ -87,7 +112,9 @@ def test_tpus(name: str):
 
 def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(target, "installed", lambda module: False)
-    assert re.search(r"install .* with pip install 'libtpu==.*'", str(target.missing(target.load_target("v5e"))))
+    assert re.search(
+        r"install .* with pip install 'libtpu==.*'", str(target.missing(target.load_target("v5e")))
+    )
     with pytest.raises(BadInput, match="libtpu is not installed here"):
         target.target_mesh(target.load_target("v5e"))
 
@@ -105,17 +132,24 @@ def test_bad_clusters_are_one_error_message(text: str):
 def test_more_than_a_node_holds_is_one_error_message():
     with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x2"):
         target.parse_target("h100x12")
-    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x4"):  # as many as asked for, or more
+    # as many as asked for, or more
+    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x4"):
         target.parse_target("h100x16x2")
 
 
 def test_unknown_target_is_one_error_message():
-    with pytest.raises(BadInput, match="did you mean 'h100'.*known targets: a100, a100-40, b200, h100, h200, l4"):
+    with pytest.raises(
+        BadInput, match="did you mean 'h100'.*known targets: a100, a100-40, b200, h100, h200, l4"
+    ):
         target.load_target("h10")
 
 
 def test_pretend_answers_for_the_target_and_takes_it_back():
-    before = (cudnn.check_compute_capability, cudnn.is_cuda_compute_capability_equal, cudnn.check_cudnn_version)
+    before = (
+        cudnn.check_compute_capability,
+        cudnn.is_cuda_compute_capability_equal,
+        cudnn.check_cudnn_version,
+    )
     with pytest.raises(KeyError), target.pretend(target.load_target("h100")):
         assert cudnn.check_compute_capability("9.0")
         assert not cudnn.check_compute_capability("10.0")
@@ -123,7 +157,11 @@ def test_pretend_answers_for_the_target_and_takes_it_back():
         assert not cudnn.is_cuda_compute_capability_equal("10.3")
         assert cudnn.check_cudnn_version() == 91002
         raise KeyError
-    after = (cudnn.check_compute_capability, cudnn.is_cuda_compute_capability_equal, cudnn.check_cudnn_version)
+    after = (
+        cudnn.check_compute_capability,
+        cudnn.is_cuda_compute_capability_equal,
+        cudnn.check_cudnn_version,
+    )
     assert after == before
 
 

@@ -35,8 +35,13 @@ PLAN = Path(__file__).parents[2] / "scripts" / "plan.py"
 def test_a_step_compiles_and_is_read(name, target, layout, size, tmp_path):
     if reason := missing(load_target(target.split("x")[0])):
         pytest.skip(reason)
-    sets = [text.replace("COMPUTE=float32", "COMPUTE=bfloat16") for text in TOYS[name]] if size == "toy" else []
-    # A process of its own: libtpu takes signals for itself, and JAX's settings of this one are for CPUs.
+    sets = (
+        [text.replace("COMPUTE=float32", "COMPUTE=bfloat16") for text in TOYS[name]]
+        if size == "toy"
+        else []
+    )
+    # A process of its own: libtpu takes signals for itself, and JAX's settings of this one are for
+    # CPUs.
     command = [
         sys.executable,
         str(PLAN),
@@ -50,7 +55,9 @@ def test_a_step_compiles_and_is_read(name, target, layout, size, tmp_path):
         "--set",
         *sets,
     ]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -61,7 +68,9 @@ def test_a_step_compiles_and_is_read(name, target, layout, size, tmp_path):
     assert stage["flops"] > 6 * matrices * tokens  # and attention, and the optimizer
     assert plan["fits"] and stage["memory_bytes"]["peak"] > stage["memory_bytes"]["arguments"]
     # Attention forward and both of its backward kernels, each counted with its blocks.
-    attending = {kind: stage["kernels"][kind] for kind in ("attention_forward", "attention_backward")}
+    attending = {
+        kind: stage["kernels"][kind] for kind in ("attention_forward", "attention_backward")
+    }
     assert plan["attention"] == "splash" and attending["attention_forward"] > 0
     assert attending["attention_backward"] == 2 * attending["attention_forward"]
     assert any("not measured on TPUs" in text for text in plan["warnings"])

@@ -1,4 +1,5 @@
-"""Bytes moved by source line: HLO that XLA wrote for an H100, and a small recipe compiled for this CPU."""
+"""Bytes moved by source line: HLO that XLA wrote for an H100, and a small recipe compiled for this
+CPU."""
 
 import io
 import json
@@ -23,21 +24,26 @@ ENTRY %main (x: f8e4m3fn[49152,768], w: f8e4m3fn[3072,768], s: f32[2]) -> bf16[4
   %x = f8e4m3fn[49152,768]{1,0} parameter(0)
   %w = f8e4m3fn[3072,768]{1,0} parameter(1)
   %s = f32[2]{0} parameter(2)
-  %mpmd_map.4 = (bf16[49152,3072]{1,0}, f8e4m3fn[49152,3072]{1,0}, f32[48,49152]{1,0}) custom-call(%x, %w, %s), \
+  %mpmd_map.4 = (bf16[49152,3072]{1,0}, f8e4m3fn[49152,3072]{1,0}, f32[48,49152]{1,0}) \
+custom-call(%x, %w, %s), \
 custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/jvp()/kernel/mpmd_map"}
   ROOT %same = (f8e4m3fn[49152,768]{1,0}) custom-call(%x, %x), custom_call_target="mosaic_gpu_v2"
 }
 """
-# The gradient in FP8, by the shapes of fused_mlp.squared_relu_gradient_fp8; g and the weights are of two FP8 types.
+# The gradient in FP8, by the shapes of fused_mlp.squared_relu_gradient_fp8; g and the weights are
+# of two FP8 types.
 OWN_FP8 = """HloModule jit_step, is_scheduled=true
 
-ENTRY %main (g: f8e5m2[49152,768], w: f8e5m2[3072,768], s: f32[3], h: f8e4m3fn[49152,3072]) -> f8e5m2[49152,3072] {
+ENTRY %main (g: f8e5m2[49152,768], w: f8e5m2[3072,768], s: f32[3], h: f8e4m3fn[49152,3072]) -> \
+f8e5m2[49152,3072] {
   %g = f8e5m2[49152,768]{1,0} parameter(0)
   %w = f8e5m2[3072,768]{1,0} parameter(1)
   %s = f32[3]{0} parameter(2)
   %h = f8e4m3fn[49152,3072]{1,0} parameter(3)
-  ROOT %own = (f8e5m2[49152,3072]{1,0}, f8e5m2[3072,49152]{1,0}, f32[48,49152]{1,0}) custom-call(%g, %w, %s, %h), \
-custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/transpose(jvp())/kernel/mpmd_map"}
+  ROOT %own = (f8e5m2[49152,3072]{1,0}, f8e5m2[3072,49152]{1,0}, f32[48,49152]{1,0}) \
+custom-call(%g, %w, %s, %h), \
+custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(step)/shard_map/transpose(jvp())/kernel/mpmd_map"}
 }
 """
 
@@ -71,14 +77,22 @@ def test_the_pass_is_read_from_the_path(path, found):
 
 def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
     product, copy = cost.kernels(OWN)
-    assert (product.kind, product.dims, product.flops) == ("fp8_matmul", (1, 49152, 768, 3072), 2 * 49152 * 768 * 3072)
+    assert (product.kind, product.dims, product.flops) == (
+        "fp8_matmul",
+        (1, 49152, 768, 3072),
+        2 * 49152 * 768 * 3072,
+    )
     assert product.bytes == 49152 * 768 + 3072 * 768 + 8 + 3 * 49152 * 3072 + 4 * 48 * 49152
     assert (copy.kind, copy.flops) == ("other", 0)
 
 
 def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
     (product,) = cost.kernels(OWN_FP8)
-    assert (product.kind, product.dims, product.flops) == ("fp8_matmul", (1, 49152, 768, 3072), 2 * 49152 * 768 * 3072)
+    assert (product.kind, product.dims, product.flops) == (
+        "fp8_matmul",
+        (1, 49152, 768, 3072),
+        2 * 49152 * 768 * 3072,
+    )
     assert product.bytes == 49152 * 768 + 3072 * 768 + 12 + 3 * 49152 * 3072 + 4 * 48 * 49152
 
 
@@ -87,7 +101,9 @@ def test_the_last_step_of_a_recipe_by_line():
     assert json.loads(json.dumps(found)) == found  # all of it is plain
     check_json(found, Traffic)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
-    assert found["fitted_ms"] > 0 and any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
+    assert found["fitted_ms"] > 0 and any(
+        row["source"].startswith("faulty_recipe.py:") for row in found["lines"]
+    )
     console = Console(file=io.StringIO(), width=120)
     terminal.print_traffic(found, console)
     assert found["lines"][0]["source"] in console.file.getvalue()

@@ -12,7 +12,12 @@ from jspeed.run.find_recipe import find
 
 BLOCK = 8
 COMMON = {"WIDTH": 48, "MLP_WIDTH": 192, "HEADS": 6, "VOCAB": 384, "BOS": 256, "COMPUTE": "float32"}
-PACKED = COMMON | {"LANE_LEN": 16 * BLOCK, "EVAL_LEN": 32 * BLOCK, "EVAL_TOKENS": 8 * 32 * BLOCK, "BLOCK": BLOCK}
+PACKED = COMMON | {
+    "LANE_LEN": 16 * BLOCK,
+    "EVAL_LEN": 32 * BLOCK,
+    "EVAL_TOKENS": 8 * 32 * BLOCK,
+    "BLOCK": BLOCK,
+}
 PACKED |= {"MAX_DOCS": 16 * BLOCK + 1, "FP8": "off"}
 SMALL: dict[str, dict[str, Any]] = {
     "r21": PACKED | {"WINDOW": 1728 * BLOCK // 128},
@@ -20,13 +25,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "track3": COMMON | {"LANES": 32, "LANE_LEN": 32, "EVAL_LEN": 32, "EVAL_TOKENS": 1024},
 }
 ROWS = {"r21": 2, "r29": 2, "track3": 8}
-LENGTH = 48  # tokens a row; record 21's windows, ours and the record's, are all wider in its last stage
+# tokens a row; record 21's windows, ours and the record's, are all wider in its last stage
+LENGTH = 48
 STEPS = 3
 
 
 def small(name: str, **fields: Any) -> Recipe:
     """The recipe with every layer, at the size of the golden numbers."""
-    return find(name, [f"{field}={value!r}" for field, value in (SMALL[name] | fields).items()], trace=False).recipe
+    return find(
+        name, [f"{field}={value!r}" for field, value in (SMALL[name] | fields).items()], trace=False
+    ).recipe
 
 
 def fill(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
@@ -47,7 +55,8 @@ def fill(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
 
 
 def draw_tokens(name: str, recipe: Recipe, seed: int = 0) -> np.ndarray:
-    """Return uint16 ``[rows, LENGTH + 1]``: rows start with a document, as does every twentieth token or so."""
+    """Return uint16 ``[rows, LENGTH + 1]``: rows start with a document, as does every twentieth
+    token or so."""
     rng = np.random.RandomState(seed)
     tokens = rng.randint(0, recipe.data.bos_id, (ROWS[name], LENGTH + 1))
     starts = rng.random_sample(tokens.shape) < 0.05
@@ -56,10 +65,13 @@ def draw_tokens(name: str, recipe: Recipe, seed: int = 0) -> np.ndarray:
 
 
 def summary(losses: Any, gradients: Any, params: list[Any]) -> dict[str, Any]:
-    """Return the golden numbers: of losses ``[rows, tokens]``, first gradients, and parameters before every step."""
+    """Return the golden numbers: of losses ``[rows, tokens]``, first gradients, and parameters
+    before every step."""
 
     def norms(tree: Any) -> dict[str, float]:
-        return {key: float(np.linalg.norm(np.asarray(a, np.float64))) for key, a in sorted(tree.items())}
+        return {
+            key: float(np.linalg.norm(np.asarray(a, np.float64))) for key, a in sorted(tree.items())
+        }
 
     def moved(after: Any) -> dict[str, float]:
         return norms({key: np.float64(after[key]) - params[0][key] for key in after})

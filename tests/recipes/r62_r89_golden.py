@@ -17,7 +17,8 @@ HEADS = 6
 
 @dataclass(frozen=True)
 class Size:
-    """What is smaller than in the records; lane lengths and documents in tokens, ``steps`` without the last stage's."""
+    """What is smaller than in the records; lane lengths and documents in tokens, ``steps`` without
+    the last stage's."""
 
     vocab: int = 512
     bos: int = 500
@@ -46,25 +47,50 @@ class Size:
         cut = self.documents if name == "r89" else (self.documents[1],) * 2
         fields: dict[str, Any] = {"VOCAB": self.vocab, "BOS": self.bos, "WIDTH": self.width}
         fields |= {"MLP_WIDTH": 4 * self.width, "BIGRAMS": self.bigrams, "BLOCK": self.block}
-        fields |= {"STEPS": (a, b - a, steps - b, self.extra), "LANE_LENS": self.lanes, "MAX_DOCS": (64,) * 4}
+        fields |= {
+            "STEPS": (a, b - a, steps - b, self.extra),
+            "LANE_LENS": self.lanes,
+            "MAX_DOCS": (64,) * 4,
+        }
         fields |= {"MAX_DOC_LENS": (cut[0], *(cut[1],) * 3), "LAST_TIED": last}
-        fields |= {"SHARES": ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0}), "COOLDOWN": {fall: 0.0, steps: 1.0}}
+        fields |= {
+            "SHARES": ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0}),
+            "COOLDOWN": {fall: 0.0, steps: 1.0},
+        }
         fields |= {"MOMENTUM": {0: 0.85, self.warmup: 0.95, whole - self.end: 0.95, whole: 0.85}}
-        fields |= {"EVAL_LEN": self.eval_len, "EVAL_TOKENS": 8 * self.eval_len, "COMPUTE": "float32", "FP8": "off"}
+        fields |= {
+            "EVAL_LEN": self.eval_len,
+            "EVAL_TOKENS": 8 * self.eval_len,
+            "COMPUTE": "float32",
+            "FP8": "off",
+        }
         if name == "r89":
             fields |= {"PREFIX_SHARE": {a: 0.25, b: 0.0}, "DC_WINDOW": self.composed}
         return [f"{field}={value}" for field, value in fields.items()]
 
 
-FULL = {"r62": Size(steps=1560, extra=40, warmup=300, end=50), "r89": Size(steps=1270, extra=15, warmup=300, end=50)}
+FULL = {
+    "r62": Size(steps=1560, extra=40, warmup=300, end=50),
+    "r89": Size(steps=1270, extra=15, warmup=300, end=50),
+}
 
 # Of the golden numbers.
-SMALL = Size(vocab=384, bos=300, head=8, block=3, composed=5, lanes=(48,) * 4, documents=(48, 48), eval_len=64)
+SMALL = Size(
+    vocab=384,
+    bos=300,
+    head=8,
+    block=3,
+    composed=5,
+    lanes=(48,) * 4,
+    documents=(48, 48),
+    eval_len=64,
+)
 ROWS = 2
 STEPS = 3
 
-# Mean and standard deviation of a parameter where they are not 0 and SPREAD; matrices have 1 / sqrt(in). Gates that
-# were louder would make losses so sensitive that rounding alone differs by 1e-5.
+# Mean and standard deviation of a parameter where they are not 0 and SPREAD; matrices have 1 /
+# sqrt(in). Gates that were louder would make losses so sensitive that rounding alone differs by
+# 1e-5.
 SPREAD = 0.3
 VALUES = {
     "layer_scales": (1.05, 0.1),
@@ -89,8 +115,11 @@ def filled(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
     """Values for every parameter of a recipe; embedding and head are equal."""
     tree = {}
     for name, spec in leaves(recipe.parameters):
-        rng = np.random.RandomState([seed, crc32((spec.twin or name).encode())])  # its numbers never change
-        mean, spread = VALUES.get(name, (0.0, spec.shape[-2] ** -0.5 if "matrix" in spec.axes else SPREAD))
+        # its numbers never change
+        rng = np.random.RandomState([seed, crc32((spec.twin or name).encode())])
+        mean, spread = VALUES.get(
+            name, (0.0, spec.shape[-2] ** -0.5 if "matrix" in spec.axes else SPREAD)
+        )
         value = np.asarray(mean + spread * rng.standard_normal(spec.shape), np.float32)
         if spec.padding:
             value[-spec.padding :] = 0
@@ -99,7 +128,8 @@ def filled(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
 
 
 def draw_tokens() -> np.ndarray:
-    """Lanes of the golden numbers, ``[B, T + 1]``: all start with a document, as does every sixteenth token or so."""
+    """Lanes of the golden numbers, ``[B, T + 1]``: all start with a document, as does every
+    sixteenth token or so."""
     rng = np.random.RandomState(0)
     shape = ROWS, SMALL.lanes[0] + 1
     starts = rng.random_sample(shape) < 1 / 16
@@ -108,24 +138,36 @@ def draw_tokens() -> np.ndarray:
 
 
 def draw_prefixes() -> np.ndarray:
-    """In place of r89's table of longest prefixes, which needs GPT-2's vocabulary: -1 for about two tokens in five."""
+    """In place of r89's table of longest prefixes, which needs GPT-2's vocabulary: -1 for about two
+    tokens in five."""
     return np.maximum(np.random.RandomState(1).randint(-200, SMALL.bos, SMALL.vocab), -1)
 
 
 def tied(grads: dict[str, Any]) -> dict[str, Any]:
-    """While embedding and head are one table only the sum of their gradients is known; maxima for FP8 have none."""
-    rest = {name: value for name, value in grads.items() if name not in ("embed", "head", "largest")}
+    """While embedding and head are one table only the sum of their gradients is known; maxima for
+    FP8 have none."""
+    rest = {
+        name: value for name, value in grads.items() if name not in ("embed", "head", "largest")
+    }
     return rest | {"words": grads["embed"] + grads["head"]}
 
 
-def summary(losses: Any, total: float, grads: dict[str, Any], params: list[dict[str, Any]]) -> dict[str, Any]:
-    """The golden numbers: of losses ``[B, T]`` and gradients of step 0, and of parameters before every step."""
+def summary(
+    losses: Any, total: float, grads: dict[str, Any], params: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The golden numbers: of losses ``[B, T]`` and gradients of step 0, and of parameters before
+    every step."""
 
     def norms(tree: dict[str, Any]) -> dict[str, float]:
-        return {name: float(np.linalg.norm(np.asarray(a, np.float64))) for name, a in sorted(tree.items())}
+        return {
+            name: float(np.linalg.norm(np.asarray(a, np.float64)))
+            for name, a in sorted(tree.items())
+        }
 
     def moved(after: dict[str, Any]) -> dict[str, float]:
-        changed = {name: np.float64(after[name]) - params[0][name] for name in after if name != "largest"}
+        changed = {
+            name: np.float64(after[name]) - params[0][name] for name in after if name != "largest"
+        }
         return {name: norm for name, norm in norms(changed).items() if norm}
 
     losses = np.asarray(losses, np.float64)
@@ -140,7 +182,8 @@ def summary(losses: Any, total: float, grads: dict[str, Any], params: list[dict[
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Return the golden numbers of our recipe: steps 0, 1 and 2 on one batch, Adam's only update after step 1."""
+    """Return the golden numbers of our recipe: steps 0, 1 and 2 on one batch, Adam's only update
+    after step 1."""
     recipe = find(name, SMALL.sets(name), trace=False).recipe
     recipe.loss.__globals__["gpt2_prefixes"] = lambda ordinary, size: draw_prefixes()
     tokens = jnp.asarray(draw_tokens())
@@ -168,8 +211,12 @@ def measure(name: str) -> dict[str, Any]:
         grads, (total, losses) = gradients(params[-1], jnp.int32(step))
         first = first or (losses, total, grads)
         due = step % 2 == 1
-        given = jax.tree.map(jnp.add, grads, before) if due else grads  # only what is slow is due, NorMuon is not
-        given = {key: given[key] if spec.every > 1 else grads[key] for key, spec in recipe.parameters.items()}
+        # only what is slow is due, NorMuon is not
+        given = jax.tree.map(jnp.add, grads, before) if due else grads
+        given = {
+            key: given[key] if spec.every > 1 else grads[key]
+            for key, spec in recipe.parameters.items()
+        }
         before = grads
         after, state = jitted(params[-1], state, given, due=due)
         params.append(jax.tree.map(np.asarray, after))

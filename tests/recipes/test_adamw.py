@@ -33,7 +33,12 @@ def of_length(params, norm):
 @pytest.mark.parametrize("name", ["nanogpt", pytest.param("llmc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("clip", "norm", "seen"),
-    [(2.0, 5.0, 2.0), (1.0, 0.5, 0.5), (0.0, 5.0, 5.0), pytest.param(1.0, 5.0, 1.0, marks=pytest.mark.slow)],
+    [
+        (2.0, 5.0, 2.0),
+        (1.0, 0.5, 0.5),
+        (0.0, 5.0, 5.0),
+        pytest.param(1.0, 5.0, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_gradient_is_clipped_to_a_norm_and_not_at_all_by_zero(name, clip, norm, seen):
     recipe = toy(name, f"CLIP={clip}", "BETA1=0.5")
@@ -48,10 +53,19 @@ def test_the_rate_warms_up_and_falls_to_its_floor():
     """nanoGPT's setting for GPT-2: 6e-4, a warm-up of 2,000 steps, 6e-5 from step 600,000 on."""
     sets = ["LEARNING_RATE=6e-4", "FINAL_RATE=6e-5", "WARMUP=2000", "COOLDOWN=600000"]
     rate = toy("nanogpt", *sets).optimizer.__globals__["schedule"]()
-    for step, value in [(0, 0), (1000, 3e-4), (2000, 6e-4), (301_000, 3.3e-4), (600_000, 6e-5), (700_000, 6e-5)]:
+    for step, value in [
+        (0, 0),
+        (1000, 3e-4),
+        (2000, 6e-4),
+        (301_000, 3.3e-4),
+        (600_000, 6e-5),
+        (700_000, 6e-5),
+    ]:
         assert float(rate(step)) == pytest.approx(value, abs=1e-9)
     constant = toy("nanogpt", *sets[:3], "COOLDOWN=0").optimizer.__globals__["schedule"]()
-    assert [float(constant(step)) for step in (1000, 2000, 600_000)] == pytest.approx([3e-4, 6e-4, 6e-4], abs=1e-9)
+    assert [float(constant(step)) for step in (1000, 2000, 600_000)] == pytest.approx(
+        [3e-4, 6e-4, 6e-4], abs=1e-9
+    )
 
 
 def after_three_steps(*sets):
@@ -76,7 +90,9 @@ def test_every_setting_changes_what_is_trained():
         "BETA1=0.8",
         "BETA2=0.9",
     ):
-        assert float(norm_of(jax.tree.map(jnp.subtract, base, after_three_steps(change)))) > 1e-4, change
+        assert float(norm_of(jax.tree.map(jnp.subtract, base, after_three_steps(change)))) > 1e-4, (
+            change
+        )
 
 
 @pytest.mark.parametrize("name", ["nanogpt", pytest.param("llmc", marks=pytest.mark.slow)])
@@ -92,5 +108,7 @@ def test_matrices_and_tables_decay_and_vectors_do_not(name):
     for path, spec in leaves(recipe.parameters):
         kinds.add(spec.group)
         expected = -0.01 * 0.5 * np.asarray(params[path]) if spec.group == "decay" else 0
-        np.testing.assert_allclose(updates[path], np.broadcast_to(expected, spec.shape), atol=1e-8, err_msg=path)
+        np.testing.assert_allclose(
+            updates[path], np.broadcast_to(expected, spec.shape), atol=1e-8, err_msg=path
+        )
     assert kinds == {"decay", "vectors"}

@@ -1,4 +1,5 @@
-"""The FineWeb recipes against the numbers of their sources: sizes, schedules, windows, FP8 scales."""
+"""The FineWeb recipes against the numbers of their sources: sizes, schedules, windows, FP8
+scales."""
 
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def test_steps_and_tokens(recipe, steps, tokens_per_step):
 @pytest.mark.parametrize(
     ("schedule", "points"),
     [
-        (llmc.schedule(), {0: 6e-4 / 700, 349: 3e-4, 699: 6e-4, 700: 6e-4, 10_130: 3e-4, 19_559: 0}),
+        (
+            llmc.schedule(),
+            {0: 6e-4 / 700, 349: 3e-4, 699: 6e-4, 700: 6e-4, 10_130: 3e-4, 19_559: 0},
+        ),
         (track3.falling(0.025), {0: 0.025, 975: 0.025, 2112: 0.025 * 1138 / 2275, 3250: 0}),
         (r21.falling(0.05), {0: 0.05, 1062: 0.05, 1416: 0.0275, 1769: 0.05 * (0.1 + 0.9 / 708)}),
         (r29.falling(0.6), {0: 0.6, 918: 0.6, 919: 0.6 * (1 - 0.9 * 0.5 / 751.5), 1670: 0.06}),
@@ -59,7 +63,8 @@ def test_schedules(schedule, points):
 
 
 def mean_keys(blocks):
-    """Keys that a query of a long document sees under record 21's mask: those of its block and of blocks before it."""
+    """Keys that a query of a long document sees under record 21's mask: those of its block and of
+    blocks before it."""
     query, key = np.arange(128)[:, None] + 128 * blocks, np.arange(128 * (blocks + 1))[None]
     return ((key <= query) & (query // 128 - key // 128 < blocks)).sum(1).mean()
 
@@ -69,7 +74,9 @@ def test_r21_windows_grow_from_one_block_to_fourteen():
     step = 0
     for blocks, stage in enumerate(r21.STAGES, 1):
         # As many keys as the record's mask of blocks shows a query in the mean, rounded up.
-        assert stage.windows[0] == stage.windows[4] == stage.windows[11] == np.ceil(mean_keys(blocks))
+        assert (
+            stage.windows[0] == stage.windows[4] == stage.windows[11] == np.ceil(mean_keys(blocks))
+        )
         assert stage.windows[1] == np.ceil(mean_keys(max(1, blocks // 2)))
         # The record's rule: 1728 x step / steps, rounded up to a multiple of 128.
         for s in (step, step + stage.steps - 1):
@@ -107,7 +114,8 @@ def test_first_loss_at_the_real_vocabulary(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["r29", "r89"])
 def test_fp8_head_learns_as_the_exact_one_does(name):
-    """Emulated on CPU: same loss in the forward pass to FP8's precision, and gradients that point the same way."""
+    """Emulated on CPU: same loss in the forward pass to FP8's precision, and gradients that point
+    the same way."""
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 257)
     found = {}
     for word in ("on", "off"):
@@ -117,7 +125,9 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
         ctx = r.Context(recipe.stages[-1], training=True)
 
         def loss(params, recipe=recipe, ctx=ctx):
-            return recipe.loss(params, tokens[:, :-1], tokens[:, 1:], jnp.full((2, 32), 1 / 64), ctx)[0]
+            return recipe.loss(
+                params, tokens[:, :-1], tokens[:, 1:], jnp.full((2, 32), 1 / 64), ctx
+            )[0]
 
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
         found[word] = float(value), grads["head"], grads["embed"]
@@ -129,12 +139,21 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
 
 
 def test_fineweb_cpu_scores_less_than_its_parent_and_is_it_otherwise():
-    """So the race of webtext/cpu (`make race-webtext`) times the sampled softmax and nothing else."""
-    ours, theirs = find("fineweb-cpu", trace=False), find(str(RECORDS / "ideas" / "fineweb_cpu_full.py"), trace=False)
+    """So the race of webtext/cpu (`make race-webtext`) times the sampled softmax and nothing
+    else."""
+    ours, theirs = (
+        find("fineweb-cpu", trace=False),
+        find(str(RECORDS / "ideas" / "fineweb_cpu_full.py"), trace=False),
+    )
     assert (ours.recipe.parent, ours.recipe.track) == (theirs.recipe.name, theirs.recipe.track)
     begin, end = "def hidden(", "def loss("
     assert ours.source[ours.source.index(begin) : ours.source.index(end)] in theirs.source
-    assert {name: value for name, value in ours.fields.items() if name in theirs.fields} == theirs.fields
+    assert {
+        name: value for name, value in ours.fields.items() if name in theirs.fields
+    } == theirs.fields
     assert ours.fields.keys() - theirs.fields.keys() == {"EXACT_TOKENS", "SAMPLED_ONE_IN"}
     rules = track.read_track(RECORDS / ours.recipe.track / track.NAME, ours.recipe.track).rules
-    assert (rules["target_loss"], rules["data.val_tokens"]) == (ours.recipe.target_loss, ours.recipe.eval_tokens)
+    assert (rules["target_loss"], rules["data.val_tokens"]) == (
+        ours.recipe.target_loss,
+        ours.recipe.eval_tokens,
+    )

@@ -1,4 +1,5 @@
-"""Small r21, r29 and track3 against stored losses, gradients and updates of the original scripts."""
+"""Small r21, r29 and track3 against stored losses, gradients and updates of the original
+scripts."""
 
 import json
 import pprint
@@ -8,10 +9,11 @@ import pytest
 
 from .golden import measure
 
-# Printed by make test-parity MODDED=CLONE ARGS='-k golden -s --print-golden', which executes the scripts themselves:
-# r21 in the log of modded-nanogpt's records/track_1_short/2025-01-26_BatchSize, r29 in 2025-09-03_FA3, track3 in
-# records/track_3_optimization/results/20260610_tuned_baseline_3250 (tests/parity/cases.py says which file). Losses are
-# of four tokens, gradients and updates norms; golden.py draws parameters and tokens.
+# Printed by make test-parity MODDED=CLONE ARGS='-k golden -s --print-golden', which executes the
+# scripts themselves: r21 in the log of modded-nanogpt's records/track_1_short/2025-01-26_BatchSize,
+# r29 in 2025-09-03_FA3, track3 in records/track_3_optimization/results/20260610_tuned_baseline_3250
+# (tests/parity/cases.py says which file). Losses are of four tokens, gradients and updates norms;
+# golden.py draws parameters and tokens.
 GOLDEN: dict[str, dict[str, Any]] = {
     "r21": {
         "losses": [4.179552, 4.157365, 8.87867, 6.082826],
@@ -147,7 +149,8 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("r21", "track3") else n for n in GOLDEN]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("r21", "track3") else n for n in GOLDEN],
 )
 def test_recipes_give_the_numbers_of_the_records(name):
     same(measure(name), GOLDEN[name])

@@ -6,8 +6,9 @@ import pytest
 
 from .r62_r89_golden import measure
 
-# Records 62 and 89, executed on a CPU in fp32 by tests/parity, which computes these anew: losses of lane 0 at tokens
-# 0, 1, 23 and 47; norms of gradients of the sum over a lane in step 0; norms of what has changed after steps 0 and 2.
+# Records 62 and 89, executed on a CPU in fp32 by tests/parity, which computes these anew: losses of
+# lane 0 at tokens 0, 1, 23 and 47; norms of gradients of the sum over a lane in step 0; norms of
+# what has changed after steps 0 and 2.
 GOLDEN: dict[str, dict[str, Any]] = {
     "r62": {
         "losses": [7.436265, 7.6406507, 6.4475689, 7.0038652],
@@ -111,7 +112,9 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         # The gradient of one scale is a sum of thousands of numbers that cancel.
-        assert found[key] == pytest.approx(value, rel=1e-4 if isinstance(value, dict) else 1e-5), key
+        assert found[key] == pytest.approx(value, rel=1e-4 if isinstance(value, dict) else 1e-5), (
+            key
+        )
 
 
 @pytest.mark.slow

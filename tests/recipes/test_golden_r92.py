@@ -1,7 +1,9 @@
-"""A small r92 against stored losses and gradients of record 92's formulas, executed by PyTorch in fp32.
+"""A small r92 against stored losses and gradients of record 92's formulas, executed by PyTorch in
+fp32.
 
-Its script is executed with kernels as plain operations, without FP8 and bf16 (``tests/parity/test_r92.py``): eleven
-layers, a lane of 112 tokens whose documents attention cuts at 40, candidates, several targets, prefixes.
+Its script is executed with kernels as plain operations, without FP8 and bf16
+(``tests/parity/test_r92.py``): eleven layers, a lane of 112 tokens whose documents attention cuts
+at 40, candidates, several targets, prefixes.
 """
 
 import jax
@@ -17,7 +19,15 @@ from .r62_r89_golden import filled
 pytestmark = pytest.mark.slow  # two gradients of eleven layers to compile
 
 VOCAB, BOS, LENGTH, LIMIT = 512, 500, 112, 2e-5
-FIELDS = {"VOCAB": VOCAB, "BOS": BOS, "WIDTH": 96, "MLP_WIDTH": 64, "NGRAMS": 64, "BLOCK": 8, "MUDD_WIDTH": 16}
+FIELDS = {
+    "VOCAB": VOCAB,
+    "BOS": BOS,
+    "WIDTH": 96,
+    "MLP_WIDTH": 64,
+    "NGRAMS": 64,
+    "BLOCK": 8,
+    "MUDD_WIDTH": 16,
+}
 FIELDS |= {
     "COMPUTE": "float32",
     "FP8": "off",
@@ -28,7 +38,8 @@ FIELDS |= {
 }
 FIELDS |= {"LANE_LENS": (LENGTH,) * 7, "MAX_DOC_LENS": (96,) * 7, "MAX_DOCS": (64,) * 7}
 FIELDS |= {"COLUMNS": (192, 192, 192, 224, 256, 512, 512)}
-# Stage and step: the mean loss of next tokens, what is descended on, the norm of each parameter's gradient.
+# Stage and step: the mean loss of next tokens, what is descended on, the norm of each parameter's
+# gradient.
 GOLDEN = {
     (0, 100): {
         "mean": 7.716969,
@@ -113,7 +124,9 @@ def parameters(recipe: r.Recipe) -> dict[str, np.ndarray]:
 def test_losses_and_gradients_are_those_of_the_record(stage, step, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: prefixes())
-        recipe = find("r92", [f"{name}={value}" for name, value in FIELDS.items()], trace=False).recipe
+        recipe = find(
+            "r92", [f"{name}={value}" for name, value in FIELDS.items()], trace=False
+        ).recipe
     params = parameters(recipe)
     tokens, ctx = lane(stage), r.Context(recipe.stages[stage], training=True, step=jnp.int32(step))
     weights = jnp.full((1, LENGTH), 1 / LENGTH)
@@ -129,6 +142,10 @@ def test_losses_and_gradients_are_those_of_the_record(stage, step, monkeypatch):
     expected = GOLDEN[stage, step]
     assert float(total) == pytest.approx(expected["total"], rel=LIMIT)
     assert float(jnp.mean(losses)) == pytest.approx(expected["mean"], rel=LIMIT)
-    found = {name: float(jnp.linalg.norm(grad)) for name, grad in grads.items() if name in expected["gradients"]}
+    found = {
+        name: float(jnp.linalg.norm(grad))
+        for name, grad in grads.items()
+        if name in expected["gradients"]
+    }
     assert found == pytest.approx(expected["gradients"], rel=LIMIT)
     assert not np.any(grads["embed"])  # one table with the head until the last stage

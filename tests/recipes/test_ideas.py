@@ -1,4 +1,5 @@
-"""Recipes beside the records, which no name finds: they are read by their paths and are what they say they are."""
+"""Recipes beside the records, which no name finds: they are read by their paths and are what they
+say they are."""
 
 import pytest
 
@@ -15,8 +16,16 @@ def test_ideas_are_read_by_their_paths(path):
 
 
 def test_jspeed1_is_r89_with_later_cooldown():
-    ours, parent = find(str(RECORDS / "ideas" / "jspeed1.py"), trace=False), find("r89", trace=False)
+    ours, parent = (
+        find(str(RECORDS / "ideas" / "jspeed1.py"), trace=False),
+        find("r89", trace=False),
+    )
     begin, end = "STARTS = ", "RECIPE = "
-    codes = [found.source[found.source.index(begin) : found.source.index(end)] for found in (ours, parent)]
+    codes = [
+        found.source[found.source.index(begin) : found.source.index(end)]
+        for found in (ours, parent)
+    ]
     assert codes[0] == codes[1]
-    assert {name for name in parent.fields if ours.fields[name] != parent.fields[name]} == {"COOLDOWN"}
+    assert {name for name in parent.fields if ours.fields[name] != parent.fields[name]} == {
+        "COOLDOWN"
+    }

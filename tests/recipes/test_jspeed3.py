@@ -14,19 +14,32 @@ from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 
-SIZES = ["WIDTH=256", "HEADS=2", "MLP_WIDTH=256", "POINTER_WIDTH=16", "COMPUTE=bfloat16", "LANE_LENS=(16,32)"]
+SIZES = [
+    "WIDTH=256",
+    "HEADS=2",
+    "MLP_WIDTH=256",
+    "POINTER_WIDTH=16",
+    "COMPUTE=bfloat16",
+    "LANE_LENS=(16,32)",
+]
 
 
 @pytest.mark.parametrize(
     ("training", "there", "used"),
-    [(True, OWN_KERNELS, True), (True, OWN_KERNELS - {"pointer"}, False), (False, OWN_KERNELS, False)],
+    [
+        (True, OWN_KERNELS, True),
+        (True, OWN_KERNELS - {"pointer"}, False),
+        (False, OWN_KERNELS, False),
+    ],
 )
 def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_it(training, there, used):
-    """In the traced loss, at sizes that own kernels take; their numbers are in tests/model/kernels."""
+    """In the traced loss, at sizes that own kernels take; their numbers are in
+    tests/model/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
     shape = partial(jax.ShapeDtypeStruct, (1, 32))
     params = {
-        path: jax.ShapeDtypeStruct(spec.shape, spec.compute or jnp.float32) for path, spec in recipe.parameters.items()
+        path: jax.ShapeDtypeStruct(spec.shape, spec.compute or jnp.float32)
+        for path, spec in recipe.parameters.items()
     }
     ctx = r.Context(recipe.stages[1], training, fp8="missing", own_kernels=there)
     arguments = params, shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)
@@ -35,34 +48,51 @@ def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_it(training
 
 
 def test_all_that_is_counted_in_steps_is_086_of_r92s():
-    """A border of stages stays one in every schedule, and stages begin with a whole period where r92's do."""
+    """A border of stages stays one in every schedule, and stages begin with a whole period where
+    r92's do."""
     assert jspeed3.TOTAL / r92.TOTAL == pytest.approx(0.86, abs=0.001)
     of_r92 = dict(zip(r92.STARTS, jspeed3.STARTS, strict=True))
     for ours, theirs in ((jspeed3.STARTS, r92.STARTS), (jspeed3.LAST_STEPS, r92.LAST_STEPS)):
         np.testing.assert_allclose(ours, 0.86 * np.array(theirs), atol=1.5)
     schedules = [(jspeed3.MOMENTUM, r92.MOMENTUM), (jspeed3.COOLDOWN, r92.COOLDOWN)]
-    schedules += [(jspeed3.PREFIX_SHARE, r92.PREFIX_SHARE), *zip(jspeed3.SHARES, r92.SHARES, strict=True)]
+    schedules += [
+        (jspeed3.PREFIX_SHARE, r92.PREFIX_SHARE),
+        *zip(jspeed3.SHARES, r92.SHARES, strict=True),
+    ]
     for ours, theirs in schedules:
         assert list(ours.values()) == list(theirs.values())
-        assert all(of_r92.get(other, step) == step for step, other in zip(ours, theirs, strict=True))
+        assert all(
+            of_r92.get(other, step) == step for step, other in zip(ours, theirs, strict=True)
+        )
         np.testing.assert_allclose(list(ours), 0.86 * np.array(list(theirs)), atol=1.5)
     assert jspeed3.RAILS[0] == round(0.86 * r92.RAILS[0]) and jspeed3.RAILS[1:] == r92.RAILS[1:]
-    assert jspeed3.LAST_TIED == of_r92[1174] | 1 and [step % 4 for step in jspeed3.STARTS[1:3]] == [0, 0]
+    assert jspeed3.LAST_TIED == of_r92[1174] | 1 and [step % 4 for step in jspeed3.STARTS[1:3]] == [
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_gradients_of_attention_end_at_their_window_in_the_stages_that_have_one(number):
     """The loss is that of a recipe without, in both; in stage 2 gradients are others."""
-    near, whole = (find("jspeed3", [*TOYS["jspeed3"], f"GRADIENT_WINDOWS=(0,{n})"]).recipe for n in (1, 0))
+    near, whole = (
+        find("jspeed3", [*TOYS["jspeed3"], f"GRADIENT_WINDOWS=(0,{n})"]).recipe for n in (1, 0)
+    )
     rng = np.random.default_rng(0)
     params = r.init_parameters(near.parameters, jax.random.key(0))
     params = jax.tree.map(lambda x: x + rng.normal(0, 0.05, x.shape).astype(x.dtype), params)
     tokens = rng.integers(6, 250, (1, near.stages[number].lane_len + 1)).astype(np.int32)
-    inputs, targets, weights = tokens[:, :-1], tokens[:, 1:], np.full((1, tokens.shape[1] - 1), 0.1, np.float32)
+    inputs, targets, weights = (
+        tokens[:, :-1],
+        tokens[:, 1:],
+        np.full((1, tokens.shape[1] - 1), 0.1, np.float32),
+    )
 
     def gradients(recipe):
         ctx = r.Context(recipe.stages[number], training=True, step=jnp.int32(2))
-        return jax.jit(jax.value_and_grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0]))(params)
+        return jax.jit(
+            jax.value_and_grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0])
+        )(params)
 
     (loss, of_near), (same_loss, of_whole) = gradients(near), gradients(whole)
     assert loss == same_loss
@@ -70,16 +100,20 @@ def test_gradients_of_attention_end_at_their_window_in_the_stages_that_have_one(
 
 
 def test_copies_and_a_sampled_gradient_of_the_head_are_in_the_step():
-    """Scales of copies get a gradient; of the head's it is another one than from all tokens, with the same loss."""
+    """Scales of copies get a gradient; of the head's it is another one than from all tokens, with
+    the same loss."""
     copying = [*TOYS["jspeed3"], "COPIES=(1,2,4)"]
     every, some = (find("jspeed3", [*copying, f"HEAD_ONE_IN=({n},{n})"]).recipe for n in (1, 4))
     params = r.init_parameters(every.parameters, jax.random.key(0))
-    tokens = np.tile(np.arange(6, 11, dtype=np.int32), 5)[None]  # 25: what follows each has followed it before
+    # 25: what follows each has followed it before
+    tokens = np.tile(np.arange(6, 11, dtype=np.int32), 5)[None]
     weights = np.full((1, 24), 0.1, np.float32)
 
     def gradients(recipe):
         ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(5))
-        of = jax.value_and_grad(lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx)[0])
+        of = jax.value_and_grad(
+            lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx)[0]
+        )
         return jax.jit(of)(params)
 
     (loss, grads), (same_loss, sampled) = gradients(every), gradients(some)

@@ -1,4 +1,5 @@
-"""Records 62 and 89 against the numbers of their source: sizes by group, stages, schedules, initial values."""
+"""Records 62 and 89 against the numbers of their source: sizes by group, stages, schedules, initial
+values."""
 
 from collections import Counter
 
@@ -19,7 +20,14 @@ from ..toys import TOYS, matmul_parameters
 TABLE = 50_304 * 768
 BLOCKS = 11 * 2 * 768 * 3072
 # Record 62 compares step / 1560 with 1/3 and 2/3 for the peak, and begins to fall at 0.45.
-RATES_62 = {0: 1, 520: 1, 521: 1.52, 702: 1.52, 1040: 1.52 - 1.42 * 338 / 858, 1041: 1.73 - 1.63 * 339 / 858}
+RATES_62 = {
+    0: 1,
+    520: 1,
+    521: 1.52,
+    702: 1.52,
+    1040: 1.52 - 1.42 * 338 / 858,
+    1041: 1.73 - 1.63 * 339 / 858,
+}
 RATES_62 |= {1560: 0.1, 1599: 0.1}
 
 
@@ -42,7 +50,9 @@ def test_r62_parameters_by_group():
         "scalars": 11 + 2 * 11 + 11 + 3,
         "start": 11,
     }
-    assert {name: spec.shape[0] for name, spec in r62.PARAMETERS.items() if spec.axes[:1] == ("matrix",)} == {
+    assert {
+        name: spec.shape[0] for name, spec in r62.PARAMETERS.items() if spec.axes[:1] == ("matrix",)
+    } == {
         "attention": 40,
         "mlp": 24,
     }
@@ -51,7 +61,12 @@ def test_r62_parameters_by_group():
 def test_r62_stages():
     found = r62.RECIPE
     assert [stage.steps for stage in found.stages] == [520, 520, 520, 40]
-    assert [found.tokens_per_step(stage) for stage in found.stages] == [131_072, 262_144, 393_216, 393_216]
+    assert [found.tokens_per_step(stage) for stage in found.stages] == [
+        131_072,
+        262_144,
+        393_216,
+        393_216,
+    ]
     assert found.tokens == 424_673_280
     for stage, long, short in zip(found.stages, (3, 7, 11, 13), (1, 3, 5, 6), strict=True):
         # The record's window of w tokens counts the keys before the query.
@@ -66,7 +81,10 @@ def test_r62_stages():
     ("schedule", "points"),
     [
         (r62.rate, RATES_62),
-        (through(r62.MOMENTUM), {0: 0.85, 150: 0.90, 300: 0.95, 1550: 0.95, 1575: 0.9, 1599: 0.852}),
+        (
+            through(r62.MOMENTUM),
+            {0: 0.85, 150: 0.90, 300: 0.95, 1550: 0.95, 1575: 0.9, 1599: 0.852},
+        ),
         (through(r62.SHARES[1]), {0: 0.5, 520: 0.5, 780: 0.25, 1040: 0}),
         (through(r62.SHARES[2]), {0: 0.25, 260: 0.125, 520: 0, 1040: 0}),
     ],
@@ -77,14 +95,27 @@ def test_r62_schedules(schedule, points):
 
 
 def test_r62_rates_of_the_second_of_two_steps():
-    """Adam's n-th update is made in step 2n + 1, at that step's rate: sign(gradient) x rate in the first one."""
+    """Adam's n-th update is made in step 2n + 1, at that step's rate: sign(gradient) x rate in the
+    first one."""
     params = {path: jnp.ones((2,) * len(spec.shape)) for path, spec in r.leaves(r62.PARAMETERS)}
     optimizer = r62.optimizer()
     params["mlp"] = jnp.ones((24, 2, 2))
     state = optimizer.init(params)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params, due=2)
-    rates = {"head": 0.008, "embed": 0.008, "values": 0.6, "bigrams": 0.6, "smear_gate": 8e-5, "skip_gate": 4e-4}
-    rates |= {"start_scales": 0.04, "layer_scales": 0.04, "attention_gates": 0.008, "smear_scale": 0.04}
+    rates = {
+        "head": 0.008,
+        "embed": 0.008,
+        "values": 0.6,
+        "bigrams": 0.6,
+        "smear_gate": 8e-5,
+        "skip_gate": 4e-4,
+    }
+    rates |= {
+        "start_scales": 0.04,
+        "layer_scales": 0.04,
+        "attention_gates": 0.008,
+        "smear_scale": 0.04,
+    }
     decays = {"head": 150, "embed": 150, "values": 5, "bigrams": 5, "attention_gates": 1}
     for name, rate in rates.items():
         decay = rate**2 * 0.005 * decays.get(name, 0)
@@ -93,8 +124,16 @@ def test_r62_rates_of_the_second_of_two_steps():
 
 @pytest.mark.slow
 def test_first_loss_of_a_head_that_is_not_zero():
-    """Published logs begin at 10.828 to 10.831. Targets are independent of the head: their mean is over all of it."""
-    full = ["WIDTH=768", "HEADS=6", "VOCAB=50304", "BOS=50256", "VALUE_TABLES=1", "VALUE_OF={0:0,1:0,3:0}"]
+    """Published logs begin at 10.828 to 10.831. Targets are independent of the head: their mean is
+    over all of it."""
+    full = [
+        "WIDTH=768",
+        "HEADS=6",
+        "VOCAB=50304",
+        "BOS=50256",
+        "VALUE_TABLES=1",
+        "VALUE_OF={0:0,1:0,3:0}",
+    ]
     recipe = find("r89", [*TOYS["r89"], *full]).recipe
     params = jax.jit(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))()
     np.testing.assert_array_equal(params["embed"], params["head"])
@@ -125,18 +164,31 @@ def test_r89_parameters_by_group():
     }
     stored = sum(int(np.prod(spec.shape)) for spec in r89.PARAMETERS.values()) - 11
     padding = 4 * 256 * 768 + 4 * 768**2 + 2 * 768 * 3072
-    assert stored == sizes.parameter_count(r89.PARAMETERS) - 11 + padding == pytest.approx(643.5e6, rel=1e-3)
+    assert (
+        stored
+        == sizes.parameter_count(r89.PARAMETERS) - 11 + padding
+        == pytest.approx(643.5e6, rel=1e-3)
+    )
     assert 6 * matmul_parameters(r89.PARAMETERS) == pytest.approx(685e6, rel=0.01)
 
 
 def test_r89_stages():
     found = r89.RECIPE
     assert [stage.steps for stage in found.stages] == [423, 424, 423, 15]
-    assert [found.tokens_per_step(stage) for stage in found.stages] == [131_072, 262_144, 393_216, 393_216]
+    assert [found.tokens_per_step(stage) for stage in found.stages] == [
+        131_072,
+        262_144,
+        393_216,
+        393_216,
+    ]
     assert [stage.max_doc_len for stage in found.stages] == [896, 2048, 2048, 2048]
     assert (found.steps, found.tokens) == (1285, 338_821_120)
-    for stage, long, short in zip(found.stages, (384, 896, 1408, 1664), (128, 384, 640, 768), strict=True):
-        assert stage.windows == tuple(1 + (long if layer in (3, 10) else short) for layer in range(11))
+    for stage, long, short in zip(
+        found.stages, (384, 896, 1408, 1664), (128, 384, 640, 768), strict=True
+    ):
+        assert stage.windows == tuple(
+            1 + (long if layer in (3, 10) else short) for layer in range(11)
+        )
     assert (found.eval_windows[10], found.eval_windows[9]) == (2561, 769)
 
 
@@ -158,16 +210,31 @@ def test_r89_schedules(schedule, points):
 
 def test_r89_starts_with_the_published_coefficients():
     """Gates and mixtures of a fresh model, for any token: they are set by their biases alone."""
-    recipe = find("r89", ["WIDTH=48", "MLP_WIDTH=16", "VOCAB=272", "BIGRAMS=512", "BOS=5", "PREFIX_SHARE={}"]).recipe
+    recipe = find(
+        "r89", ["WIDTH=48", "MLP_WIDTH=16", "VOCAB=272", "BIGRAMS=512", "BOS=5", "PREFIX_SHARE={}"]
+    ).recipe
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (1, 2, 48))
-    early, late = (named(coefficients(x, params, "gates", n, params["gates_scale"]), r89.GATES[n]) for n in range(2))
+    early, late = (
+        named(coefficients(x, params, "gates", n, params["gates_scale"]), r89.GATES[n])
+        for n in range(2)
+    )
     assert [sum(gates.values()) for gates in r89.GATES] == [26, 41]
     assert {layer for name, layer in [*early, *late] if name == "own value"} == {1, 3, 4, 7}
     for (name, _), found in (early | late).items():
-        start = {"own value": 0, "heads": 0.25, "start": 0, "bigram": 0.05, "skip": 0.5, "take": 1, "give": 0}[name]
+        start = {
+            "own value": 0,
+            "heads": 0.25,
+            "start": 0,
+            "bigram": 0.05,
+            "skip": 0.5,
+            "take": 1,
+            "give": 0,
+        }[name]
         np.testing.assert_allclose(found, start, atol=2e-3)
-    for n, starts in enumerate(([0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1], [0, -0.5, 0, 0, 0] + [0] * 9)):
+    for n, starts in enumerate(
+        ([0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1], [0, -0.5, 0, 0, 0] + [0] * 9)
+    ):
         np.testing.assert_allclose(coefficients(x, params, "mudd", n, 0.1)[0, 1], starts, atol=4e-3)
 
 
@@ -177,7 +244,9 @@ def test_r89_counts_the_longest_prefix_of_the_next_token(monkeypatch):
     prefixes = np.random.default_rng(0).integers(-100, 272, size=272).astype(np.int32)
     toy = [*TOYS["r89"], "PREFIX_SHARE={0:0.25,5:0.0}", "FP8=off"]
     with monkeypatch.context() as patch:
-        patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: np.maximum(prefixes, -1))
+        patch.setattr(
+            "jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: np.maximum(prefixes, -1)
+        )
         recipe = find("r89", toy).recipe
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 25), 6, 257)
@@ -197,7 +266,11 @@ def test_r89_counts_the_longest_prefix_of_the_next_token(monkeypatch):
         expected = 0.0
         for t in range(stage.lane_len):
             shares = (1, 0.5, 0.25 * 3 / 5)[: 3 if counted else 2]
-            expected += sum(s * (lse[t] - z[t, targets[t + k]]) for k, s in enumerate(shares) if t + k < len(targets))
+            expected += sum(
+                s * (lse[t] - z[t, targets[t + k]])
+                for k, s in enumerate(shares)
+                if t + k < len(targets)
+            )
             prefix = prefixes[targets[t]]
             expected += 0.25 * 3 / 5 * (lse[t] - z[t, prefix]) * (prefix >= 0) * counted
         assert float(total) == pytest.approx(expected, rel=1e-5)

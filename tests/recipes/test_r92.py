@@ -1,4 +1,5 @@
-"""Record 92 against the numbers of its source: sizes, stages, schedules, hashes, averages; and candidates."""
+"""Record 92 against the numbers of its source: sizes, stages, schedules, hashes, averages; and
+candidates."""
 
 import dataclasses
 import functools
@@ -46,7 +47,9 @@ def test_parameters_by_group():
         "largest": 11 * 5,  # measurements, no parameters
     }
     assert sizes.parameter_count(r92.PARAMETERS) == pytest.approx(65.27e9, rel=1e-3)
-    assert {name: spec.shape[0] for name, spec in r92.PARAMETERS.items() if spec.axes[:1] == ("matrix",)} == {
+    assert {
+        name: spec.shape[0] for name, spec in r92.PARAMETERS.items() if spec.axes[:1] == ("matrix",)
+    } == {
         "queries_keys": 48,
         "values_outs": 16,
         "mlp": 24,
@@ -54,13 +57,18 @@ def test_parameters_by_group():
 
 
 def test_flops():
-    """Matmul weights that a token meets, in millions, as tabulated for the reference recipe (section 0), and attention
-    by hand: 3 layers of 576 channels and 2 of 384 in the short window, 2 of 768 in the long one."""
+    """Matmul weights that a token meets, in millions, as tabulated for the reference recipe
+    (section 0), and attention by hand: 3 layers of 576 channels and 2 of 384 in the short window, 2
+    of 768 in the long one."""
     stages = [r92.RECIPE.stages[number] for number in (0, 3, 4, 6)]
     for stage, expected in zip(stages, (67.8, 71.0, 78.8, 98.6), strict=True):
-        assert sizes.active_matmul_parameters(r92.RECIPE, stage) / 1e6 == pytest.approx(expected, abs=0.35)
+        assert sizes.active_matmul_parameters(r92.RECIPE, stage) / 1e6 == pytest.approx(
+            expected, abs=0.35
+        )
     short, long = (sizes.mean_context(stages[0], window) for window in (129, 385))
-    whole = 6 * sizes.active_matmul_parameters(r92.RECIPE, stages[0]) + 12 * (2496 * short + 1536 * long)
+    whole = 6 * sizes.active_matmul_parameters(r92.RECIPE, stages[0]) + 12 * (
+        2496 * short + 1536 * long
+    )
     assert sizes.flops_per_token(r92.RECIPE, stages[0]) == pytest.approx(whole)
 
 
@@ -70,8 +78,12 @@ def test_stages():
     assert list(ends) == [320, 336, 681, 965, 1107, 1174, 1194]
     assert (found.steps, found.tokens, found.period) == (1194, 328_663_040, 4)
     assert r92.LAST_TIED == 1174 | 1
-    for stage, long, short in zip(found.stages, (3, 7, 7, 11, 11, 11, 13), (1, 3, 3, 5, 5, 5, 6), strict=True):
-        assert stage.windows == tuple(1 + 128 * (long if layer in (3, 10) else short) for layer in range(11))
+    for stage, long, short in zip(
+        found.stages, (3, 7, 7, 11, 11, 11, 13), (1, 3, 3, 5, 5, 5, 6), strict=True
+    ):
+        assert stage.windows == tuple(
+            1 + 128 * (long if layer in (3, 10) else short) for layer in range(11)
+        )
     assert (found.eval_windows[10], found.eval_windows[9]) == (2561, 769)
     assert list(r92.UPDATES[:3]) == [1, 3, 5] and list(r92.UPDATES[166:170]) == [333, 335, 339, 343]
     assert all(stage.scored % 2048 == 0 for stage in found.stages[:5])
@@ -80,13 +92,41 @@ def test_stages():
 @pytest.mark.parametrize(
     ("schedule", "points"),
     [
-        (r92.rate, {0: 1, 233: 1, 234: 1, 319: 0.936702, 320: 1.408383, 336: 1.387617, 514: 1.156596, 680: 0.941149}),
-        (r92.rate, {681: 1.049989, 896: 0.722915, 965: 0.617947, 1106: 0.403447, 1107: 0.391182, 1173: 0.301361}),
+        (
+            r92.rate,
+            {
+                0: 1,
+                233: 1,
+                234: 1,
+                319: 0.936702,
+                320: 1.408383,
+                336: 1.387617,
+                514: 1.156596,
+                680: 0.941149,
+            },
+        ),
+        (
+            r92.rate,
+            {
+                681: 1.049989,
+                896: 0.722915,
+                965: 0.617947,
+                1106: 0.403447,
+                1107: 0.391182,
+                1173: 0.301361,
+            },
+        ),
         (r92.rate, {1174: 0.3, 1193: 0.3}),
-        (through(r92.MOMENTUM), {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516}),
+        (
+            through(r92.MOMENTUM),
+            {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516},
+        ),
         (through(r92.SHARES[1]), {160: 0.5, 319: 0.5, 500: 0.25069, 680: 0.00139}),
         (through(r92.SHARES[2]), {160: 0.125, 319: 0.00078}),
-        (jumps(r92.PREFIX_SHARE), {0: 0.25, 319: 0.25, 320: 0.2, 411: 0.15, 501: 0.1, 591: 0.05, 680: 0.05, 681: 0}),
+        (
+            jumps(r92.PREFIX_SHARE),
+            {0: 0.25, 319: 0.25, 320: 0.2, 411: 0.15, 501: 0.1, 591: 0.05, 680: 0.05, 681: 0},
+        ),
         (r92.of_pairs(lambda pairs: 0.95**pairs), {0: 0.95, 167: 0.95, 168: 0.9025, 381: 0.9025}),
         (r92.of_tables, {0: 0.56, 168: 0.56 * 1.383721}),
     ],
@@ -99,8 +139,16 @@ def test_schedules(schedule, points):
 
 def test_scales_of_attention():
     for start, windows, ends in (
-        (r92.NARROW_SCALE, r92.SHORT_WINDOWS, (0.13, 0.15856, 0.15856, 0.17476, 0.17476, 0.17476, 0.18114)),
-        (r92.WIDE_SCALE, r92.LONG_WINDOWS, (0.085, 0.09940, 0.09940, 0.10839, 0.10839, 0.10839, 0.11201)),
+        (
+            r92.NARROW_SCALE,
+            r92.SHORT_WINDOWS,
+            (0.13, 0.15856, 0.15856, 0.17476, 0.17476, 0.17476, 0.18114),
+        ),
+        (
+            r92.WIDE_SCALE,
+            r92.LONG_WINDOWS,
+            (0.085, 0.09940, 0.09940, 0.10839, 0.10839, 0.10839, 0.11201),
+        ),
     ):
         for stage, end in enumerate(ends):
             chain = [128 * n for n in windows[: stage + 1]]
@@ -114,18 +162,32 @@ def test_hashes_of_the_record():
     np.testing.assert_array_equal(bigram_rows(tokens, half)[0], expected)
     expected = [84602879, 84602879, 77435831, 71736975, 78693949, 67888422]
     np.testing.assert_array_equal(half + trigram_rows(tokens, half)[0], expected)
-    np.testing.assert_array_equal(sign_rows(tokens, r92.SIGNS[2])[0], [0, 3392, 241, 5431, 5317, 6654])
-    np.testing.assert_array_equal(sign_rows(tokens, r92.SIGNS[3])[0], [0, 0, 7077, 1047, 6158, 3556])
+    np.testing.assert_array_equal(
+        sign_rows(tokens, r92.SIGNS[2])[0], [0, 3392, 241, 5431, 5317, 6654]
+    )
+    np.testing.assert_array_equal(
+        sign_rows(tokens, r92.SIGNS[3])[0], [0, 0, 7077, 1047, 6158, 3556]
+    )
 
 
 def test_averages_of_the_record():
-    """First and last step, how many, and how old on average what they hold is (docs of the record, section 5)."""
-    facts = [(896, 1193, 150, 128.7), (945, 1193, 63, 48.6), (947, 1191, 62, None), (897, 1193, 76, 122.9)]
+    """First and last step, how many, and how old on average what they hold is (docs of the record,
+    section 5)."""
+    facts = [
+        (896, 1193, 150, 128.7),
+        (945, 1193, 63, 48.6),
+        (947, 1191, 62, None),
+        (897, 1193, 76, 122.9),
+    ]
     for average, (first, last, count, age) in zip(r92.averages(), facts, strict=True):
         ticks = np.flatnonzero(average.rates)
-        assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count) and average.rates[first] == 1
+        assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count) and average.rates[
+            first
+        ] == 1
         if age:
-            left = average.rates[ticks] * np.append(np.cumprod(1 - average.rates[ticks][:0:-1])[::-1], 1)
+            left = average.rates[ticks] * np.append(
+                np.cumprod(1 - average.rates[ticks][:0:-1])[::-1], 1
+            )
             assert np.sum(left) == pytest.approx(1)
             assert np.sum(left * (1193 - ticks)) == pytest.approx(age, abs=0.05)
 
@@ -134,19 +196,29 @@ def test_gates_and_mixtures_at_the_start():
     assert [sum(gates.values()) for gates in r92.GATES] == [23, 13]
     assert {layer for gates in r92.GATES for kind, layer in gates if kind == "own value"} == {1, 3}
     x = jnp.ones((1, 1, 8))
-    params = {"mudd_up": jnp.ones((2, 8, 4)), "mudd_down": jnp.zeros((2, 4, 14)), "mudd_bias": r92.MIX_STARTS / 0.1}
+    params = {
+        "mudd_up": jnp.ones((2, 8, 4)),
+        "mudd_down": jnp.zeros((2, 4, 14)),
+        "mudd_bias": r92.MIX_STARTS / 0.1,
+    }
     params["mudd_groups"] = jnp.zeros((4, 10, 12))
     starts = [0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1]
     np.testing.assert_allclose(coefficients(x, params, "mudd", 0, 0.1)[0, 0], starts, rtol=1e-6)
     grouped = np.asarray(grouped_coefficients(x, params, "mudd", 1, 0.1)[0, 0])
-    np.testing.assert_allclose(grouped, np.tile(np.array([0, -0.5] + [0] * 8)[:, None], 12), rtol=1e-6)
+    np.testing.assert_allclose(
+        grouped, np.tile(np.array([0, -0.5] + [0] * 8)[:, None], 12), rtol=1e-6
+    )
     assert set(named(jnp.zeros((1, 1, 13)), r92.GATES[1])) == set(r92.GATES[1])
 
 
 def test_a_mixture_of_groups_is_one_for_each_group_of_channels():
     rng = np.random.default_rng(0)
-    c, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 4), (2, 3, 12), (2, 3, 12)))
-    np.testing.assert_allclose(blend((1, x), (jnp.asarray(c), y)), x + np.repeat(c, 3, axis=-1) * y, rtol=1e-6)
+    c, x, y = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 4), (2, 3, 12), (2, 3, 12))
+    )
+    np.testing.assert_allclose(
+        blend((1, x), (jnp.asarray(c), y)), x + np.repeat(c, 3, axis=-1) * y, rtol=1e-6
+    )
 
 
 def test_candidates_are_all_targets_and_the_next_of_a_permutation():
@@ -172,15 +244,20 @@ def test_segments_cut_documents_for_attention_alone():
 
 @pytest.mark.parametrize("backend", ["xla", "splash"])
 def test_narrow_queries_and_keys(backend, monkeypatch):
-    """Against a plain softmax in float64; kernels get zeros at their end, and outputs as wide as values."""
+    """Against a plain softmax in float64; kernels get zeros at their end, and outputs as wide as
+    values."""
     monkeypatch.setattr(
         "jspeed.model.kernels.attention_backends.splash",
-        lambda q, k, v, *, scale, ids_BT, window: attention(q, k, v, scale=scale, documents=documents, window=window),
+        lambda q, k, v, *, scale, ids_BT, window: attention(
+            q, k, v, scale=scale, documents=documents, window=window
+        ),
     )
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 9, 2, width)).astype(np.float32) for width in (4, 4, 8))
     documents = find_documents(jnp.array([[5, 1, 1, 1, 5, 1, 1, 1, 1]]), 5)
-    found = attention(*map(jnp.asarray, (q, k, v)), scale=0.3, documents=documents, window=3, backend=backend)
+    found = attention(
+        *map(jnp.asarray, (q, k, v)), scale=0.3, documents=documents, window=3, backend=backend
+    )
     ids, t = np.asarray(documents.ids[0]), np.arange(9)
     seen = (t[:, None] >= t) & (t[:, None] - t < 3) & (ids[:, None] == ids)
     scores = np.where(seen, 0.3 * np.einsum("thk,shk->hts", q[0], k[0], dtype=np.float64), -np.inf)
@@ -201,7 +278,9 @@ def test_canonical_evaluation(monkeypatch):
     found = find("r92", [*TOYS["r92"], "CANONICAL=True"], trace=False).recipe
     assert found.canonical and not r92.RECIPE.canonical
     rng = np.random.default_rng(0)
-    x_BTD, head_VD = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 24, 32), (272, 32)))
+    x_BTD, head_VD = (
+        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 24, 32), (272, 32))
+    )
     names = found.loss.__globals__
     monkeypatch.setitem(names, "hidden", lambda params, tokens_BT, ctx: x_BTD)
     tokens = rng.integers(0, 272, size=(2, 25))
@@ -229,7 +308,8 @@ def test_the_field_for_own_kernels_is_that_of_the_update_of_n_grams_too(asked):
 
 @pytest.mark.slow
 def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypatch):
-    """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks none."""
+    """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks
+    none."""
     called = []
 
     def interpreted(module, name):
@@ -251,30 +331,59 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
     def stand_in(q, k, v, *, scale, offsets_BO, window, longest=None):
         called.append("masked" if offsets_BO is not None else "tagged")
         documents = (
-            None if offsets_BO is None else Documents(attention_backends.token_bounds(offsets_BO, q.shape[1])[0])
+            None
+            if offsets_BO is None
+            else Documents(attention_backends.token_bounds(offsets_BO, q.shape[1])[0])
         )
         return attention(q, k, v, scale=scale, documents=documents, window=window)
 
     monkeypatch.setattr(attention_backends, "cudnn", stand_in)
-    sizes_ = ["WIDTH=256", "HEADS=2", "MLP_WIDTH=256", "GATE_WIDTH=12", "COMPUTE=bfloat16", "FP8=off"]
+    sizes_ = [
+        "WIDTH=256",
+        "HEADS=2",
+        "MLP_WIDTH=256",
+        "GATE_WIDTH=12",
+        "COMPUTE=bfloat16",
+        "FP8=off",
+    ]
     found = []
     for way in ("off", "on"):
-        recipe = find("r92", [*TOYS["r92"], *sizes_, "LANE_LENS=(16,32)", f"OWN_KERNELS={way}"]).recipe
+        recipe = find(
+            "r92", [*TOYS["r92"], *sizes_, "LANE_LENS=(16,32)", f"OWN_KERNELS={way}"]
+        ).recipe
         draw = np.random.default_rng(0)
         params = r.init_parameters(recipe.parameters, jax.random.key(0))
         banks = "queries_keys", "values_outs", "mlp"
-        params |= {name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32) for name in banks}
-        params = {path: params[path].astype(spec.compute or jnp.float32) for path, spec in recipe.parameters.items()}
-        tokens = jax.random.randint(jax.random.key(1), (1, 33), 6, 257).at[:, ::11].set(recipe.data.bos_id)
+        params |= {
+            name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32)
+            for name in banks
+        }
+        params = {
+            path: params[path].astype(spec.compute or jnp.float32)
+            for path, spec in recipe.parameters.items()
+        }
+        tokens = (
+            jax.random.randint(jax.random.key(1), (1, 33), 6, 257)
+            .at[:, ::11]
+            .set(recipe.data.bos_id)
+        )
         arrays = tokens[:, :-1], tokens[:, 1:], jnp.full((1, 32), 1 / 32)
-        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native")
+        ctx = r.Context(
+            recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native"
+        )
         ctx = dataclasses.replace(ctx, own_kernels=OWN_KERNELS)
         loss = functools.partial(recipe.loss, ctx=ctx)
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *arrays))
         if way == "off":
             assert set(called) == {"masked"}
             called.clear()
-    assert set(called) == {"norm_and_rotate", "subtract_own_value", "norm_gradient", "masked", "tagged"}
+    assert set(called) == {
+        "norm_and_rotate",
+        "subtract_own_value",
+        "norm_gradient",
+        "masked",
+        "tagged",
+    }
     ((value, _), grads), ((expected, _), wanted) = found[1], found[0]
     assert float(value) == pytest.approx(float(expected), rel=2e-3)
     for name in (*banks, "head", "values", "layer_scales", "post_scales", "attention_scales"):
@@ -282,7 +391,8 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
 
 
 def test_bigrams_alone_have_all_rows():
-    """A change of one row reaches the tokens after that pair, and with trigrams none: their rows are others."""
+    """A change of one row reaches the tokens after that pair, and with trigrams none: their rows
+    are others."""
     for sets, changes in ([["ORDERS=(2,)"], True], [[], False]):
         recipe = find("r92", [*TOYS["r92"], *sets], trace=False).recipe
         params = r.init_parameters(recipe.parameters, jax.random.key(0))
@@ -302,4 +412,7 @@ def test_wide_queries_read_all_of_their_matrices():
     more = sizes.active_matmul_parameters(wide, wide.stages[0]) - sizes.active_matmul_parameters(
         r92.RECIPE, r92.STAGES[0]
     )
-    assert more == 5 * 768**2 and wide.parameters["queries_keys"].shape == r92.PARAMETERS["queries_keys"].shape
+    assert (
+        more == 5 * 768**2
+        and wide.parameters["queries_keys"].shape == r92.PARAMETERS["queries_keys"].shape
+    )

@@ -37,7 +37,11 @@ def source_of(rate: float = 0.1, what: str = "What it does.") -> str:
 
 
 def as_run(
-    seconds: float = 60.0, seed: int = 1, loss: float | None = 1.39, source: str = source_of(), **changes: Any
+    seconds: float = 60.0,
+    seed: int = 1,
+    loss: float | None = 1.39,
+    source: str = source_of(),
+    **changes: Any,
 ) -> dict[str, Any]:
     """A run.json of schema 2 before it is sealed. Written out from the published list of fields."""
     fields = changes.pop("fields", {"RATE": 0.1})
@@ -91,7 +95,9 @@ def as_run(
             "val_tokens": 65536,
             "tokenizer": None,
             "val_sha256": "dd" * 32,
-            "train_shards": [{"name": "stdlib_train_000001.bin", "sha256": SHA, "first": 0, "end": 20000000}],
+            "train_shards": [
+                {"name": "stdlib_train_000001.bin", "sha256": SHA, "first": 0, "end": 20000000}
+            ],
             "position": {"step": 300, "epoch": 0, "shard": 0, "offset": 2457600, "shuffle": "none"},
         },
         "loader": {"waits": 3},
@@ -138,17 +144,23 @@ def make_series(
     start: datetime = START,
     **changes: Any,
 ) -> Path:
-    """Write a plan with one seed for each of ``seconds`` and its runs, and return the plan's folder."""
+    """Write a plan with one seed for each of ``seconds`` and its runs, and return the plan's
+    folder."""
     losses = losses or [round(1.39 + 0.0005 * (n % 3), 4) for n in range(len(seconds))]
     name = changes.get("recipe", "stdlib")
     digest = recipe_hash(source, changes.get("fields", {"RATE": 0.1}))
     runs = [(name, digest, seed) for seed in range(1, len(seconds) + 1)]
-    plan = preregistration.make_preregistration("seeds", start.isoformat(), changes.get("asked_steps"), runs)
+    plan = preregistration.make_preregistration(
+        "seeds", start.isoformat(), changes.get("asked_steps"), runs
+    )
     folder.mkdir(parents=True)
     preregistration.write_preregistration(folder, plan)
     for number, (run, each, loss) in enumerate(zip(plan["runs"], seconds, losses, strict=True)):
         started = start + timedelta(minutes=1 + 10 * number)
-        mine = {"plan": {"sha256": plan["sha256"], "folder": run["folder"]}, "started": started} | changes
+        mine = {
+            "plan": {"sha256": plan["sha256"], "folder": run["folder"]},
+            "started": started,
+        } | changes
         make_run(folder / run["folder"], each, run["seed"], loss, source=source, **mine)
     return folder
 

@@ -8,7 +8,9 @@ import pytest
 
 from jspeed.record.loss_plot import _averaged, curves_svg, loss_limits, loss_svg
 
-TRAIN = [(0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)]
+TRAIN = [
+    (0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)
+]
 VAL = [(5.0 * i, 1.38 + 4.1 * math.exp(-5.0 * i / 3)) for i in range(15)]
 
 
@@ -16,7 +18,10 @@ def words(path: Path) -> list[str]:
     """Return every text in the SVG; raises when it is not XML."""
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    return ["".join(element.itertext()).strip() for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(element.itertext()).strip()
+        for element in root.iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def test_a_run_is_drawn_with_its_labels(tmp_path: Path) -> None:
@@ -51,7 +56,9 @@ def test_the_same_run_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 @pytest.mark.parametrize("target", [1.4, None])
-def test_short_and_diverged_runs_are_drawn(tmp_path: Path, train: list, val: list, target: float | None) -> None:
+def test_short_and_diverged_runs_are_drawn(
+    tmp_path: Path, train: list, val: list, target: float | None
+) -> None:
     loss_svg(tmp_path / "loss.svg", train=train, val=val, target=target, title="run")
     texts = words(tmp_path / "loss.svg")
     assert ("target 1.4" in texts) == (target is not None)
@@ -70,11 +77,22 @@ def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
         parent=("p <1>", parent),
     )
     texts = words(tmp_path / "loss.svg")
-    assert texts.count("stage 2") == texts.count("stage 3") == 1 and "stage 1" not in texts and "p <1>" in texts
-    assert "100" in texts and "120" not in texts  # seconds: the parent leaves after one and a half times the run
+    assert (
+        texts.count("stage 2") == texts.count("stage 3") == 1
+        and "stage 1" not in texts
+        and "p <1>" in texts
+    )
+    # seconds: the parent leaves after one and a half times the run
+    assert "100" in texts and "120" not in texts
     loss_svg(tmp_path / "plain.svg", train=TRAIN, val=VAL, target=1.4, title="run")
-    assert "60" in (plain := words(tmp_path / "plain.svg")) and "80" not in plain and "stage 2" not in plain
-    loss_svg(tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent))
+    assert (
+        "60" in (plain := words(tmp_path / "plain.svg"))
+        and "80" not in plain
+        and "stage 2" not in plain
+    )
+    loss_svg(
+        tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent)
+    )
 
 
 def test_several_runs_share_a_plot(tmp_path: Path) -> None:
@@ -85,7 +103,9 @@ def test_several_runs_share_a_plot(tmp_path: Path) -> None:
     curves_svg(tmp_path / "runs.svg", runs, 1.4, "nine and\x00 two $more$")
     texts = words(tmp_path / "runs.svg")
     assert "nine and  two $more$" in texts and "target 1.4" in texts
-    assert {f"{label}, last 1.380" for label in runs if label != "no"} | {"no, no points"} <= set(texts)
+    assert {f"{label}, last 1.380" for label in runs if label != "no"} | {"no, no points"} <= set(
+        texts
+    )
 
 
 def test_the_first_steps_do_not_squash_the_rest(tmp_path: Path) -> None:
@@ -94,7 +114,9 @@ def test_the_first_steps_do_not_squash_the_rest(tmp_path: Path) -> None:
     seconds, losses = np.array(VAL).T
     low, high = loss_limits([(seconds, losses)], 1.4)
     assert low < losses.min() and losses[2] < high < 3.0 < losses[0]
-    assert loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx((1.94, 3.06))
+    assert loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx(
+        (1.94, 3.06)
+    )
     loss_svg(tmp_path / "loss.svg", train=[], val=VAL, target=1.4, title="run")
     assert "not shown: losses up to 5.48" in words(tmp_path / "loss.svg")
 

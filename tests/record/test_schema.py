@@ -23,11 +23,21 @@ RUN = as_run(60.5) | {
 }
 TABLE = {"rows": {"shape": [1000, 8], "axes": ["row", "model"], "reads": 2}}
 TABLE |= {"values": {"shape": [3, 100, 8], "axes": ["table", "token", "model"], "reads": 1}}
-TABLE |= {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}, "gain": {"shape": [], "axes": []}}
+TABLE |= {
+    "head": {"shape": [100, 8], "axes": ["vocab", "model"]},
+    "gain": {"shape": [], "axes": []},
+}
 RUN |= {"holdout": {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}}
 RUN |= {"retrieval": {"lengths": [6, 10, 20], "recent": 96, "top": 4, "tokens": 2460000}}
-RUN |= {"parameter_table": TABLE, "parameters": 8000 + 2400 + 800 + 1, "active_parameters": 16 + 24 + 800 + 1}
-RUN |= {"gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []}, "resumed": []}
+RUN |= {
+    "parameter_table": TABLE,
+    "parameters": 8000 + 2400 + 800 + 1,
+    "active_parameters": 16 + 24 + 800 + 1,
+}
+RUN |= {
+    "gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []},
+    "resumed": [],
+}
 RUN |= {"sha256": content_hash(RUN)}
 OPTIONAL = {"holdout", "retrieval", "kernels", "head_chunk", "remat", "parameter_table"}
 
@@ -92,16 +102,24 @@ def test_each_field_is_required(name: str) -> None:
 
 def test_runs_from_before_the_preflight_have_no_kernels() -> None:
     check({key: value for key, value in RUN.items() if key != "kernels"})
-    before_calls = {key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")}
+    before_calls = {
+        key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")
+    }
     check(changed("kernels", before_calls))
-    assert message(changed("kernels.calls", {"a": 0})).startswith("field 'kernels.calls.a': expected a whole number of")
-    assert message(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
+    assert message(changed("kernels.calls", {"a": 0})).startswith(
+        "field 'kernels.calls.a': expected a whole number of"
+    )
+    assert message(changed("kernels.refused", [1])).startswith(
+        "field 'kernels.refused[0]': expected text"
+    )
 
 
 def test_every_probe_is_required_of_a_run_that_had_it() -> None:
     for name in PROBES:
         probes = {key: value for key, value in RUN["probes"].items() if key != name}
-        assert message(RUN | {"probes": probes}).startswith(f"field 'probes.{name}': expected a verdict")
+        assert message(RUN | {"probes": probes}).startswith(
+            f"field 'probes.{name}': expected a verdict"
+        )
     probes = {key: value for key, value in RUN["probes"].items() if key != "replicas_agree"}
     older = {key: value for key, value in RUN.items() if key != "kernels"}
     check(older | {"probes": probes})
@@ -110,20 +128,40 @@ def test_every_probe_is_required_of_a_run_that_had_it() -> None:
 def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
     check({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     check(RUN | {"head_chunk": None})
-    assert "'head_chunk': expected a whole number of 1 or more or null" in message(changed("head_chunk", 0))
+    assert "'head_chunk': expected a whole number of 1 or more or null" in message(
+        changed("head_chunk", 0)
+    )
 
 
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        ("parameters", 11_200, "field 'parameters': expected 11201, which follows from parameter_table, found 11200"),
-        ("active_parameters", 11_201, "field 'active_parameters': expected 841, which follows from parameter_table"),
+        (
+            "parameters",
+            11_200,
+            "field 'parameters': expected 11201, which follows from parameter_table, found 11200",
+        ),
+        (
+            "active_parameters",
+            11_201,
+            "field 'active_parameters': expected 841, which follows from parameter_table",
+        ),
         ("parameter_table.rows.reads", 3, "field 'active_parameters': expected 849, which follows"),
-        ("parameter_table.values.axes", ["token", "model"], "field 'parameter_table.values.axes': expected 3 names"),
-        ("parameter_table.rows.shape", [-1, 8], "field 'parameter_table.rows.shape[0]': expected a whole number of"),
+        (
+            "parameter_table.values.axes",
+            ["token", "model"],
+            "field 'parameter_table.values.axes': expected 3 names",
+        ),
+        (
+            "parameter_table.rows.shape",
+            [-1, 8],
+            "field 'parameter_table.rows.shape[0]': expected a whole number of",
+        ),
     ],
 )
-def test_both_numbers_of_parameters_follow_from_the_table(place: str, value: object, says: str) -> None:
+def test_both_numbers_of_parameters_follow_from_the_table(
+    place: str, value: object, says: str
+) -> None:
     assert message(changed(place, value)).startswith(says)
 
 
@@ -133,8 +171,14 @@ def test_runs_from_before_the_table_have_the_total_alone() -> None:
 
 
 def test_a_token_reads_no_more_than_there_is() -> None:
-    assert count_parameters({"few": {"shape": [2, 8], "axes": ["row", "model"], "reads": 5}}) == (16, 16)
-    assert count_parameters({"none": {"shape": [0, 8], "axes": ["row", "model"], "reads": 5}}) == (0, 0)
+    assert count_parameters({"few": {"shape": [2, 8], "axes": ["row", "model"], "reads": 5}}) == (
+        16,
+        16,
+    )
+    assert count_parameters({"none": {"shape": [0, 8], "axes": ["row", "model"], "reads": 5}}) == (
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -150,9 +194,17 @@ def test_each_field_has_a_type(name: str) -> None:
         ("seed", 1.0, "a whole number", "1.0 (float)"),
         ("steps", -1, "a whole number of 0 or more", "-1"),
         *(("track", name, "joined by /", name) for name in ("../../elsewhere", "stdlib//cpu")),
-        *(("recipe", name, "digits and . _ + -", name) for name in ("a/b", "<script>alert(1)</script>", "..")),
+        *(
+            ("recipe", name, "digits and . _ + -", name)
+            for name in ("a/b", "<script>alert(1)</script>", "..")
+        ),
         ("target_loss", math.nan, "a finite number (nats per token)", "nan"),
-        ("wall_seconds", math.inf, "a finite number of at least 0 and at most 1e12 (seconds)", "inf"),
+        (
+            "wall_seconds",
+            math.inf,
+            "a finite number of at least 0 and at most 1e12 (seconds)",
+            "inf",
+        ),
         ("val_loss", "1.39", "a finite number or null", "'1.39' (str)"),
         ("status", "done", "'finished' or 'stopped' or 'interrupted' or 'diverged'", "'done'"),
         ("status", ["finished"], "'finished' or", "list"),
@@ -175,7 +227,9 @@ def test_a_wrong_value_is_named(place: str, value: object, expected: str, found:
 
 
 def test_places_inside_lists_and_objects_are_named() -> None:
-    assert "'ledger[1].timed': expected true or false, found 1" in message(changed("ledger.1.timed", 1))
+    assert "'ledger[1].timed': expected true or false, found 1" in message(
+        changed("ledger.1.timed", 1)
+    )
     assert "'curve[2].step'" in message(changed("curve.2.step", None))
     assert "'probes.causality.passed': expected true or false, found no such field" in message(
         changed("probes", {"causality": {}})
@@ -214,7 +268,9 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(place: str, value: object, names: str) -> None:
+def test_numbers_that_contradict_each_other_are_refused(
+    place: str, value: object, names: str
+) -> None:
     assert message(changed(place, value)).startswith(f"field '{names}': expected ")
 
 
@@ -247,7 +303,10 @@ def test_a_diverged_run_has_null_for_its_losses(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_when_the_run_is_wrong(tmp_path: Path) -> None:
-    for place, value, says in (("timed_seconds", math.nan, "timed_seconds"), ("fields.rate", 1j, "holds what JSON")):
+    for place, value, says in (
+        ("timed_seconds", math.nan, "timed_seconds"),
+        ("fields.rate", 1j, "holds what JSON"),
+    ):
         with pytest.raises(BadInput, match=rf"run\.json was not written: .*{says}"):
             write_run(tmp_path / "run", changed(place, value))
     assert list(tmp_path.iterdir()) == []
@@ -262,16 +321,24 @@ WHOLE = json.dumps(RUN)
         (b"", "is cut short at line 1"),
         (WHOLE[:400].encode(), "is cut short"),
         (WHOLE[:-1].encode(), "is cut short"),
-        (WHOLE.replace(":", "=", 1).encode(), "is not JSON (Expecting ':' delimiter) at line 1, column 10"),
+        (
+            WHOLE.replace(":", "=", 1).encode(),
+            "is not JSON (Expecting ':' delimiter) at line 1, column 10",
+        ),
         (b"\xff\xfe{}", "is not JSON text"),
         (b"[1, 2]", "expected an object with the fields of a run, found [1, 2] (list)"),
-        (WHOLE.replace('"schema": 2', '"schema": 3').encode(), "field 'schema': expected 2, the one"),
+        (
+            WHOLE.replace('"schema": 2', '"schema": 3').encode(),
+            "field 'schema': expected 2, the one",
+        ),
         (WHOLE.replace('"rate": 0.5', '"rate": NaN').encode(), "holds what JSON cannot"),
         (WHOLE.replace("80.5", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
         (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
     ],
 )
-def test_a_bad_file_gives_an_error_message_that_names_it(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_bad_file_gives_an_error_message_that_names_it(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(BadInput) as caught:
@@ -289,18 +356,24 @@ def test_a_missing_file_gives_an_error_message(tmp_path: Path) -> None:
 def test_any_value_that_was_changed_is_noticed(tmp_path: Path) -> None:
     """Whatever no other field contradicts, the hash does."""
     for place, value in [
-        ("seed", 3), ("curve.1.val_loss", 1.6), ("data.val_sha256", "ab" * 32), ("git.commit", "0" * 16),
-        ("fields.layers", 5), ("devices.kind", "NVIDIA H100"), ("machine", None), ("something_newer", 1),
+        ("seed", 3), ("curve.1.val_loss", 1.6), ("data.val_sha256", "ab" * 32), ("git.commit", "0"
+        * 16),
+        ("fields.layers", 5), ("devices.kind", "NVIDIA H100"), ("machine", None),
+        ("something_newer", 1),
         ("sha256", "0" * 64),
     ]:  # fmt: skip
-        with pytest.raises(BadInput, match=r"x\.json: field 'sha256': expected the hash of the other fields"):
+        with pytest.raises(
+            BadInput, match=r"x\.json: field 'sha256': expected the hash of the other fields"
+        ):
             parse_run(json.dumps(changed(place, value)).encode(), tmp_path / "x.json")
     spaced = json.dumps(dict(reversed(RUN.items())), indent=8).encode()
     assert parse_run(spaced, tmp_path / "x.json") == RUN, "order and white space are no content"
 
 
 def test_the_rooms_do_not_import_jax() -> None:
-    code = "import sys, jspeed.leaderboard.judge, jspeed.record.verify; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, jspeed.leaderboard.judge, jspeed.record.verify; sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -308,6 +381,7 @@ def test_seconds_too_large_to_add_are_a_message(tmp_path: Path) -> None:
     run = as_run()
     run["ledger"] += [{"name": "pause", "seconds": 1.7e308, "timed": False}] * 2
     with pytest.raises(
-        BadInput, match=r"field 'ledger\[5\]\.seconds': expected a finite number of at least 0 and at most"
+        BadInput,
+        match=r"field 'ledger\[5\]\.seconds': expected a finite number of at least 0 and at most",
     ):
         write_run(tmp_path, run)

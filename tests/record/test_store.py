@@ -36,15 +36,23 @@ def test_a_series_goes_in_whole_with_its_plan(tmp_path: Path) -> None:
     folder = make_series(tmp_path / "series", [60, 61, 62], [1.39, None, 1.41])
     paths = store.add([folder], tmp_path / "records")
     records = store.load(tmp_path / "records")
-    assert len(paths) == 3 and [row.run["status"] for row in records.rows] == ["finished", "diverged", "finished"]
+    assert len(paths) == 3 and [row.run["status"] for row in records.rows] == [
+        "finished",
+        "diverged",
+        "finished",
+    ]
     ((path, plan),) = records.plans.values()
-    assert path.name == f"plan-{plan['sha256'][:8]}.json" and plan == json.loads((folder / "plan.json").read_text())
+    assert path.name == f"plan-{plan['sha256'][:8]}.json" and plan == json.loads(
+        (folder / "plan.json").read_text()
+    )
 
 
 def test_a_run_counts_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (path,) = store.add([run_dir, run_dir], tmp_path / "records")
-    with pytest.raises(BadInput, match="on the leaderboard already, as .*; a run counts once") as caught:
+    with pytest.raises(
+        BadInput, match="on the leaderboard already, as .*; a run counts once"
+    ) as caught:
         store.add([run_dir], tmp_path / "records")
     assert str(path) in str(caught.value)
 
@@ -58,7 +66,9 @@ def test_a_run_counts_once(tmp_path: Path) -> None:
         ({"track": "ideas"}, "field 'track'"),
     ],
 )
-def test_what_is_not_a_result_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_what_is_not_a_result_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
     run_dir = make_run(tmp_path / "run", **changes)
     with pytest.raises(BadInput, match=says):
         store.add([run_dir], tmp_path / "records")
@@ -70,7 +80,9 @@ def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
 
     probes = as_run()["probes"] | {"causality": {"passed": False}}
     run_dir = make_run(tmp_path / "run", probes=probes, reached=False)
-    with pytest.raises(BadInput, match=r"failed the validity check causality \(a loss does not depend on later"):
+    with pytest.raises(
+        BadInput, match=r"failed the validity check causality \(a loss does not depend on later"
+    ):
         store.add([run_dir], tmp_path / "records")
 
 
@@ -120,7 +132,9 @@ def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> No
     for name, says in (("none", "does not exist"), ("file", "is a file")):
         with pytest.raises(BadInput, match=f"the records folder .*{name} {says}; give the folder"):
             store.load(tmp_path / name)
-    assert store.add([make_run(tmp_path / "run")], tmp_path / "none"), "the first record makes the folder"
+    assert store.add([make_run(tmp_path / "run")], tmp_path / "none"), (
+        "the first record makes the folder"
+    )
 
 
 def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
@@ -148,8 +162,12 @@ def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Pat
         *(f"fineweb/{name}" for name in classes),
     }
     for name in classes:
-        one = as_run(track=f"fineweb/{name}", devices={"kind": "NVIDIA H100", "count": 1, "platform": "gpu"})
-        assert track_of(one, found.tracks) == one["track"], "a track of another class of models is no sibling"
+        one = as_run(
+            track=f"fineweb/{name}", devices={"kind": "NVIDIA H100", "count": 1, "platform": "gpu"}
+        )
+        assert track_of(one, found.tracks) == one["track"], (
+            "a track of another class of models is no sibling"
+        )
     assert verify.verify(found, NOW) == [], "each folder has the recipe's source"
 
 
@@ -168,11 +186,14 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
         "stdlib/cpu",
         "shakespeare/cpu",
     } <= records.tracks.keys()
-    # Whatever else a track says, the five have one test or the other and a p of at most one in a hundred.
+    # Whatever else a track says, the five have one test or the other and a p of at most one in a
+    # hundred.
     assert all(track.rules["significance.p"] <= 0.01 for track in records.tracks.values())
 
 
-def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.add([make_run(tmp_path / "run")], tmp_path / "records")
     refused, listed = tmp_path / "records" / "stdlib", os.scandir
 
@@ -181,14 +202,21 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatc
             raise PermissionError(13, "Permission denied", str(path))
         return listed(path)
 
-    monkeypatch.setattr(os, "scandir", scandir)  # root, who runs tests in containers, may read everything
+    # root, who runs tests in containers, may read everything
+    monkeypatch.setattr(os, "scandir", scandir)
     (problem,) = store.read(tmp_path / "records").problems
     assert problem == (refused, f"{refused} cannot be read (Permission denied); restore it")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["track.toml", "20260131T120500Z-s1-00000000.json", "plan-00000000.json", "recipe-00000000.py", "notes.txt"],
+    [
+        "track.toml",
+        "20260131T120500Z-s1-00000000.json",
+        "plan-00000000.json",
+        "recipe-00000000.py",
+        "notes.txt",
+    ],
 )
 def test_a_pipe_among_the_records_is_named_and_not_waited_for(tmp_path: Path, name: str) -> None:
     home = tmp_path / "records" / "stdlib" / "cpu"
@@ -199,7 +227,9 @@ def test_a_pipe_among_the_records_is_named_and_not_waited_for(tmp_path: Path, na
     assert "not a record" in problem.text or "regular file" in problem.text
 
 
-@pytest.mark.parametrize("name", ["run.json", "plan.json", "1-stdlib-s1/run.json", "1-stdlib-s1/recipe.py"])
+@pytest.mark.parametrize(
+    "name", ["run.json", "plan.json", "1-stdlib-s1/run.json", "1-stdlib-s1/recipe.py"]
+)
 def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
     folder = make_series(tmp_path / "series", [60.0])
     path = folder / name
@@ -219,13 +249,16 @@ def test_a_device_among_the_records_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -> None:
-    """Whatever it ran on: it would be an extra run of the plan, and take the validity of the runs before."""
+    """Whatever it ran on: it would be an extra run of the plan, and take the validity of the runs
+    before."""
     folder = make_series(tmp_path / "series", [60.0, 61.0])
     store.add([folder], tmp_path / "records")
     plan = json.loads((folder / "plan.json").read_text())
     again = {"plan": {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}}
     make_run(folder / "1-stdlib-s1", 9.0, 1, 0.5, **again)
-    with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan; each planned run counts once"):
+    with pytest.raises(
+        BadInput, match="is another run of 1-stdlib-s1 of this plan; each planned run counts once"
+    ):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
 
 
@@ -235,7 +268,10 @@ def test_a_run_without_data_hashes_is_refused(tmp_path: Path) -> None:
 
     for changes in ({"val_sha256": None, "train_shards": []}, {"train_shards": []}):
         run_dir = make_run(tmp_path / str(len(changes)), data=as_run()["data"] | changes)
-        with pytest.raises(BadInput, match="field 'data': expected the SHA-256 of its validation tokens and training"):
+        with pytest.raises(
+            BadInput,
+            match="field 'data': expected the SHA-256 of its validation tokens and training",
+        ):
             store.add([run_dir], tmp_path / "records")
 
 
@@ -248,7 +284,9 @@ def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
     bad["sha256"] = content_hash(bad)
     preregistration.write_preregistration(folder, bad)
     make_run(folder / "1-stdlib-s1", plan={"sha256": bad["sha256"], "folder": "1-stdlib-s1"})
-    with pytest.raises(BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe': expected 1 to 100 of the letters"):
+    with pytest.raises(
+        BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe': expected 1 to 100 of the letters"
+    ):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
 
 
@@ -257,7 +295,9 @@ def test_two_new_runs_in_one_place_of_a_plan_are_refused(tmp_path: Path) -> None
     two = tmp_path / "two"
     shutil.copytree(one, two)
     plan = json.loads((one / "plan.json").read_text())
-    make_run(two / "1-stdlib-s1", 9.0, 1, 0.5, plan={"sha256": plan["sha256"], "folder": "1-stdlib-s1"})
+    make_run(
+        two / "1-stdlib-s1", 9.0, 1, 0.5, plan={"sha256": plan["sha256"], "folder": "1-stdlib-s1"}
+    )
     with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan"):
         store.add([one, two], tmp_path / "records")
     assert not (tmp_path / "records").exists()
@@ -275,7 +315,9 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert not [path for path in (tmp_path / "records").rglob("*") if path.is_file()]
 
 
-def test_the_current_folder_is_a_run_of_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_a_run_of_a_plan_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(make_series(tmp_path / "series", [60.0]) / "1-stdlib-s1")
     assert store.add([Path()], tmp_path / "records")
 
@@ -308,7 +350,9 @@ def test_weights_of_no_run(tmp_path: Path) -> None:
     (path,) = store.add([run_dir], tmp_path / "records", "/mnt/kept")
     path.unlink()
     (problem,) = [each.text for each in verify.verify(store.read(tmp_path / "records"), NOW)]
-    assert "weights-" in problem and "field 'run': expected the sha256 of a run beside it" in problem
+    assert (
+        "weights-" in problem and "field 'run': expected the sha256 of a run beside it" in problem
+    )
 
 
 @pytest.mark.parametrize("kept", ["", " ", "two\nlines"])
@@ -317,6 +361,8 @@ def test_a_place_of_weights_is_one_line(tmp_path: Path, kept: str) -> None:
     with pytest.raises(BadInput, match="--weights .*: expected one line, the address or path"):
         store.add([tmp_path / "run"], tmp_path / "records", kept)
     (tmp_path / "run" / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match="model.safetensors cannot be read .*; restore it, or leave out --weights"):
+    with pytest.raises(
+        BadInput, match="model.safetensors cannot be read .*; restore it, or leave out --weights"
+    ):
         store.add([tmp_path / "run"], tmp_path / "records", "/mnt/kept")
     assert not (tmp_path / "records").exists()

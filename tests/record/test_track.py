@@ -13,8 +13,16 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('rank = "timed_seconds"', "", "field 'rank': expected 'timed_seconds' or 'steps', found no such field"),
-        ('rank = "timed_seconds"', 'rank = "luck"', "field 'rank': expected 'timed_seconds' or 'steps', found 'luck'"),
+        (
+            'rank = "timed_seconds"',
+            "",
+            "field 'rank': expected 'timed_seconds' or 'steps', found no such field",
+        ),
+        (
+            'rank = "timed_seconds"',
+            'rank = "luck"',
+            "field 'rank': expected 'timed_seconds' or 'steps', found 'luck'",
+        ),
         (
             "[significance]",
             "[significance]\nsigma = -1",
@@ -25,7 +33,11 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
             "[hardware]\ncount = 0",
             "field 'hardware.count': expected a whole number of 1 or more, found 0",
         ),
-        ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title, order,"),
+        (
+            "[hardware]",
+            "[hardware]\ncolour = 1",
+            "field 'hardware.colour': expected one of title, order,",
+        ),
         (
             "[hardware]",
             "[model]\nmost_parameters = 2e8\n[hardware]",
@@ -56,5 +68,7 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> 
 )
 def test_the_hardware_rule_in_words(tmp_path: Path, rule: str, text: str) -> None:
     path = tmp_path / "track.toml"
-    path.write_text(TRACK.read_text().replace('[hardware]\nplatform = "cpu"', f"[hardware]\n{rule}"))
+    path.write_text(
+        TRACK.read_text().replace('[hardware]\nplatform = "cpu"', f"[hardware]\n{rule}")
+    )
     assert read_track(path, "x").hardware() == text

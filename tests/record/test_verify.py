@@ -1,4 +1,5 @@
-"""Detection of edited records: each edit is named by file and field, even with recomputed hashes."""
+"""Detection of edited records: each edit is named by file and field, even with recomputed
+hashes."""
 
 import json
 import shutil
@@ -34,7 +35,8 @@ def the_run(records: Path, seed: int) -> Path:
 
 
 def forge(records: Path, path: Path, **changes: Any) -> Path:
-    """Change a run as somebody would who knows the rules: consistent hashes, and the name that follows from them."""
+    """Change a run as somebody would who knows the rules: consistent hashes, and the name that
+    follows from them."""
     run = json.loads(path.read_text())
     run |= changes
     content = json.dumps(run | {"sha256": content_hash(run)}, indent=2).encode() + b"\n"
@@ -87,14 +89,19 @@ def test_a_dropped_slow_run_with_its_plan(records: Path) -> None:
     the_run(records, 2).unlink()
     next(records.rglob("plan-*.json")).unlink()
     found = problems(records)
-    assert len(found) == 2 and all("field 'plan.sha256': expected a plan among the records" in text for text in found)
+    assert len(found) == 2 and all(
+        "field 'plan.sha256': expected a plan among the records" in text for text in found
+    )
 
 
 def test_a_plan_made_anew_without_the_slow_run(records: Path) -> None:
     plan = next(records.rglob("plan-*.json"))
     old = json.loads(plan.read_text())
     new = make_preregistration(
-        "seeds", old["made"], None, [(run["recipe"], run["recipe_hash"], run["seed"]) for run in old["runs"]]
+        "seeds",
+        old["made"],
+        None,
+        [(run["recipe"], run["recipe_hash"], run["seed"]) for run in old["runs"]],
     )
     new["runs"].pop(1)
     plan.write_text(json.dumps(new))
@@ -122,7 +129,9 @@ def test_two_seeds_swapped_with_new_hashes(records: Path) -> None:
     for seed, path in paths.items():
         forge(records, path, seed=3 - seed, plan=runs[3 - seed]["plan"])
     assert problems(records) == []
-    store.add([make_run(records.parent / "again", seed=1, started=START + timedelta(days=1))], records)
+    store.add(
+        [make_run(records.parent / "again", seed=1, started=START + timedelta(days=1))], records
+    )
     (found,) = problems(records)
     assert "field 'seed': expected 2, because the run began in the state of" in found
 
@@ -132,7 +141,9 @@ def test_a_second_config_among_the_seeds(records: Path) -> None:
     other = source_of(0.2)
     digest = recipe_hash(other, {"RATE": 0.2})
     run = as_run(source=other, fields={"RATE": 0.2})
-    new = forge(records, path, recipe_hash=digest, recipe_sha256=run["recipe_sha256"], fields={"RATE": 0.2})
+    new = forge(
+        records, path, recipe_hash=digest, recipe_sha256=run["recipe_sha256"], fields={"RATE": 0.2}
+    )
     new.with_name(f"recipe-{run['recipe_sha256'][:8]}.py").write_text(other)
     only(problems(records), new, "recipe_hash", "which plan-", digest)
 
@@ -181,7 +192,13 @@ def test_a_recipe_edited_after_the_run_and_renamed_to_fit(records: Path) -> None
 def test_a_data_hash_that_differs(records: Path) -> None:
     data = json.loads(the_run(records, 2).read_text())["data"]
     path = forge(records, the_run(records, 2), data=data | {"val_sha256": "00" * 32})
-    only(problems(records), path, "data.val_sha256", "expected dddddddddddd...", "found 000000000000...")
+    only(
+        problems(records),
+        path,
+        "data.val_sha256",
+        "expected dddddddddddd...",
+        "found 000000000000...",
+    )
     shards = [data["train_shards"][0] | {"sha256": "11" * 32}]
     path = forge(records, path, data=data | {"train_shards": shards})
     only(problems(records), path, "data.train_shards[0].sha256", "expected c3ae961c6afb...")
@@ -195,8 +212,15 @@ def test_a_clock_longer_than_the_wall(records: Path) -> None:
 
 def test_a_future_and_a_reversed_date(records: Path) -> None:
     found = problems(records, START)
-    assert len(found) == 6 and all("a time before now, 2026-01-31T12:00:00Z" in text for text in found)
-    path = forge(records, the_run(records, 1), ended="2026-01-31T12:00:30+00:00", started="2026-01-31T12:00:31+00:00")
+    assert len(found) == 6 and all(
+        "a time before now, 2026-01-31T12:00:00Z" in text for text in found
+    )
+    path = forge(
+        records,
+        the_run(records, 1),
+        ended="2026-01-31T12:00:30+00:00",
+        started="2026-01-31T12:00:31+00:00",
+    )
     only(problems(records)[:1], path, "ended", "a time after started")
 
 
@@ -211,7 +235,9 @@ def test_an_extra_run_in_a_planned_folder(records: Path) -> None:
     run = json.loads(the_run(records, 3).read_text())
     copy = the_run(records, 3).with_name("copy.json")
     copy.write_text(json.dumps(run))
-    path = forge(records, copy, started="2026-02-01T12:00:00+00:00", ended="2026-02-01T12:01:21+00:00")
+    path = forge(
+        records, copy, started="2026-02-01T12:00:00+00:00", ended="2026-02-01T12:01:21+00:00"
+    )
     only(problems(records), path, "plan.folder", "that no other run has", "3-stdlib-s3")
 
 
@@ -219,8 +245,10 @@ def test_an_extra_run_in_a_planned_folder(records: Path) -> None:
     ("change", "says"),
     [
         (lambda text: text[:700], "is cut short at line"),
-        (lambda text: text.replace('"val_loss": 1.3905', '"val_loss": NaN'), "field 'val_loss': expected a finite"),
-        (lambda text: text.replace('"seconds": 2.0', '"seconds": Infinity'), "field 'ledger[2].seconds': expected a"),
+        (lambda text: text.replace('"val_loss": 1.3905', '"val_loss": NaN'), "field 'val_loss': \
+expected a finite"),
+        (lambda text: text.replace('"seconds": 2.0', '"seconds": Infinity'), "field \
+'ledger[2].seconds': expected a"),
         (lambda text: text.replace('"stdlib/cpu"', '"stdlib/gpu"'), "field 'sha256': expected"),
         (lambda text: "", "is cut short"),
         (lambda text: "\x00", "is not JSON"),
@@ -257,7 +285,13 @@ def test_markup_in_a_name_with_new_hashes(records: Path) -> None:
     path = the_run(records, 2)
     run = json.loads(path.read_text()) | {"recipe": "<script>alert(1)</script>"}
     path.write_text(json.dumps(run | {"sha256": content_hash(run)}))
-    only(problems(records)[:1], path, "recipe", "digits and . _ + -", "found '<script>alert(1)</script>'")
+    only(
+        problems(records)[:1],
+        path,
+        "recipe",
+        "digits and . _ + -",
+        "found '<script>alert(1)</script>'",
+    )
 
 
 def test_a_state_that_is_not_the_seeds(records: Path) -> None:
@@ -267,7 +301,9 @@ def test_a_state_that_is_not_the_seeds(records: Path) -> None:
 
 def test_the_hash_is_that_of_fields_as_json() -> None:
     fields = {"A": 1, "B": (1, 2), "C": "ü", "D": None, "E": 1e-10}
-    assert recipe_hash("source\n", json.loads(json.dumps(fields))) == recipe_hash("source\n", fields)
+    assert recipe_hash("source\n", json.loads(json.dumps(fields))) == recipe_hash(
+        "source\n", fields
+    )
 
 
 def test_a_plan_that_is_broken(records: Path) -> None:
@@ -276,7 +312,11 @@ def test_a_plan_that_is_broken(records: Path) -> None:
         (("runs", 0, "seed"), -1, "field 'runs[0].seed': expected a whole number of 0 or more"),
         (("runs", 0, "folder"), "../x", "field 'runs[0].folder': expected a name"),
         (("kind",), "luck", "field 'kind': expected 'seeds' or 'race'"),
-        (("runs",), [], "field 'runs': expected a folder of its own for every run, found 0 runs in 0 folders"),
+        (
+            ("runs",),
+            [],
+            "field 'runs': expected a folder of its own for every run, found 0 runs in 0 folders",
+        ),
         (("runs", 0, "folder"), "2-stdlib-s2", "found 3 runs in 2 folders"),
         (("made",), "soon", "field 'made': expected a UTC time"),
     ]:
@@ -291,16 +331,34 @@ def test_a_plan_that_is_broken(records: Path) -> None:
 def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: Path) -> None:
     table = {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}}
     counts = {"parameters": 800, "active_parameters": 800, "parameter_table": table}
-    store.add([make_series(tmp_path / "series", [60.0, 75.0, 61.0], **counts)], tmp_path / "records")
+    store.add(
+        [make_series(tmp_path / "series", [60.0, 75.0, 61.0], **counts)], tmp_path / "records"
+    )
     assert problems(tmp_path / "records") == []
-    small = {"parameters": 8, "active_parameters": 8, "parameter_table": {"head": table["head"] | {"shape": [1, 8]}}}
+    small = {
+        "parameters": 8,
+        "active_parameters": 8,
+        "parameter_table": {"head": table["head"] | {"shape": [1, 8]}},
+    }
     path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), **small)
-    only(problems(tmp_path / "records"), path, "parameter_table", "a run of the same recipe", "8 parameters")
+    only(
+        problems(tmp_path / "records"),
+        path,
+        "parameter_table",
+        "a run of the same recipe",
+        "8 parameters",
+    )
 
 
 def test_a_second_range_that_is_another_in_another_run_on_the_same_tokens(tmp_path: Path) -> None:
     second = {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}
-    store.add([make_series(tmp_path / "series", [60.0, 75.0, 61.0], holdout=second)], tmp_path / "records")
+    store.add(
+        [make_series(tmp_path / "series", [60.0, 75.0, 61.0], holdout=second)], tmp_path / "records"
+    )
     assert problems(tmp_path / "records") == []
-    path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), holdout=second | {"sha256": "cd" * 32})
+    path = forge(
+        tmp_path / "records",
+        the_run(tmp_path / "records", 2),
+        holdout=second | {"sha256": "cd" * 32},
+    )
     only(problems(tmp_path / "records"), path, "holdout.sha256", "abababababab...", "cdcdcd")

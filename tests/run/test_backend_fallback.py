@@ -48,14 +48,23 @@ def options(tmp_path, monkeypatch):
 
     def here(mesh, asked, recipe):
         rest = () if asked else ("xla",)
-        return device.Device("cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=asked is not None)
+        return device.Device(
+            "cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=asked is not None
+        )
 
     monkeypatch.setattr(setup, "device_of", here)
 
-    monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    monkeypatch.setattr(
+        setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    )
 
     def build(name, **rest):
-        given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "set_": SETS, "sample": False}
+        given = {
+            "data": tmp_path / "data",
+            "run_dir": tmp_path / name,
+            "set_": SETS,
+            "sample": False,
+        }
         return Options("track3", progress=False, target_loss=9.0, **given | rest)
 
     return build
@@ -78,7 +87,9 @@ def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsy
     assert not any(line["timed"] for line in fallen["ledger"] if line["name"] == "preflight")
     asked = result(options("asked", attention="xla"))
     assert asked["kernels"]["refused"] == [] and asked["val_loss"] == fallen["val_loss"]
-    assert [point["val_loss"] for point in asked["curve"]] == [point["val_loss"] for point in fallen["curve"]]
+    assert [point["val_loss"] for point in asked["curve"]] == [
+        point["val_loss"] for point in fallen["curve"]
+    ]
 
 
 def test_a_backend_that_was_asked_for_or_none_at_all_is_refused(options, monkeypatch):

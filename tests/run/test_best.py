@@ -22,7 +22,9 @@ def test_a_run_stops_at_its_target(tmp_path):
     run_dir = tmp_path / "run"
     sets = (*TOY, "LAYERS=1", "STEPS=40", "EVAL_EVERY=3")
     more = {"checkpoint_every": 2, "keep_checkpoints": 3, "keep_best": True, "stop_at_target": True}
-    options = Options("stdlib", data=shards(tmp_path / "shards"), run_dir=run_dir, set_=sets, target_loss=4.2)
+    options = Options(
+        "stdlib", data=shards(tmp_path / "shards"), run_dir=run_dir, set_=sets, target_loss=4.2
+    )
     assert train(Options(**vars(options) | more | {"progress": False})) == 0
     run = read_run(run_dir)
     assert run["status"] == "stopped" and run["reached"] and run["planned_steps"] == 40
@@ -50,7 +52,11 @@ def test_the_best_change_only_when_validation_improves(tmp_path):
         assert about["step"] == str(int(tensors["w"][0]))
         kept.append((about["step"], float(about["val_loss"])))
     assert kept == [("0", 3.0), ("1", 2.5), ("1", 2.5), ("1", 2.5), ("4", 2.4), ("4", 2.4)]
-    assert {path.name for path in (tmp_path / "best").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {
+        "config.json",
+        "recipe.py",
+        "model.safetensors",
+    }
     (tmp_path / "best" / "model.safetensors").unlink()
     (tmp_path / "best" / "model.safetensors").mkdir()  # nothing can be put in its place
     progress.losses.append(1.0)

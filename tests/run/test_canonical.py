@@ -1,4 +1,5 @@
-"""A canonical recipe, from text to its record: evaluations give what GPT-2 never writes no probability."""
+"""A canonical recipe, from text to its record: evaluations give what GPT-2 never writes no
+probability."""
 
 import json
 import threading
@@ -68,7 +69,8 @@ RECIPE = Recipe(
 def case(tmp_path, monkeypatch, gpt2_vocabulary):
     """(recipe, folder of GPT-2's tokens); one device, because each holds 316 MB."""
     monkeypatch.setattr(setup, "make_mesh", lambda: make_mesh({"data": 1}, jax.devices()[:1]))
-    words = "the internationalisation of un-believable 12345 things isn't what they'd said, \"it's\" ".split()
+    words = "the internationalisation of un-believable 12345 things isn't what they'd said, \
+\"it's\" ".split()
     texts = [" ".join(words[(n + k * n) % len(words)] for k in range(40)) for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "pairs.py").write_text(RECIPE)
@@ -81,20 +83,32 @@ def test_from_text_to_the_record(case, tmp_path, monkeypatch):
     recipe, data = case
     threads = []
     real = train.impossible
-    monkeypatch.setattr(train, "impossible", lambda *a: threads.append(threading.current_thread()) or real(*a))
+    monkeypatch.setattr(
+        train, "impossible", lambda *a: threads.append(threading.current_thread()) or real(*a)
+    )
     runs = {}
     for canonical in (True, False):
         run_dir = tmp_path / str(canonical)
         options = Options(
-            recipe, data=data, run_dir=run_dir, set_=(f"CANONICAL={canonical}",), progress=False, sample=False
+            recipe,
+            data=data,
+            run_dir=run_dir,
+            set_=(f"CANONICAL={canonical}",),
+            progress=False,
+            sample=False,
         )
         assert train.train(options) in (0, 1)
         runs[canonical] = json.loads((run_dir / "run.json").read_text())
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     for run in runs.values():
-        assert all(probe["passed"] for name, probe in run["probes"].items() if name != "no_overlap"), run["probes"]
-    ours, plain = (np.array([point["val_loss"] for point in runs[key]["curve"]]) for key in (True, False))
-    # Before the first step nothing is known to be impossible; then the same training has lower losses.
+        assert all(
+            probe["passed"] for name, probe in run["probes"].items() if name != "no_overlap"
+        ), run["probes"]
+    ours, plain = (
+        np.array([point["val_loss"] for point in runs[key]["curve"]]) for key in (True, False)
+    )
+    # Before the first step nothing is known to be impossible; then the same training has lower
+    # losses.
     assert ours[0] == plain[0] and np.all(ours[1:] < plain[1:] - 1e-3) and len(ours) == 4
     model = load_model(tmp_path / "True")
     assert score.validate(model, data).loss == pytest.approx(runs[True]["val_loss"], abs=1e-5)
@@ -102,10 +116,13 @@ def test_from_text_to_the_record(case, tmp_path, monkeypatch):
 
 def test_only_gpt2_tokens_can_be_canonical(case, tmp_path):
     recipe, _ = case
-    data = tokenise.prepare_text([tmp_path / "a.jsonl"], tmp_path / "bytes", tokenise.Tokenising("bytes", 0.3))
+    data = tokenise.prepare_text(
+        [tmp_path / "a.jsonl"], tmp_path / "bytes", tokenise.Tokenising("bytes", 0.3)
+    )
     options = Options(recipe, data=data, run_dir=tmp_path / "run", progress=False)
     with pytest.raises(
-        BadInput, match="pairs is canonical, which needs tokens of gpt2, and the data hold those of bytes"
+        BadInput,
+        match="pairs is canonical, which needs tokens of gpt2, and the data hold those of bytes",
     ):
         train.train(options)
     assert not (tmp_path / "run").exists()
@@ -115,7 +132,8 @@ def test_the_vocabulary_must_be_there(case, tmp_path, monkeypatch):
     recipe, data = case
     monkeypatch.setattr("jspeed.run.evaluate.gpt2_byte_pairs", absent)
     with pytest.raises(
-        BadInput, match="pairs is canonical, which needs the vocabulary: not here, or --set CANONICAL=False"
+        BadInput,
+        match="pairs is canonical, which needs the vocabulary: not here, or --set CANONICAL=False",
     ):
         train.train(Options(recipe, data=data, run_dir=tmp_path / "run", progress=False))
     assert not (tmp_path / "run").exists()
@@ -131,19 +149,28 @@ def test_the_loss_is_the_same_on_any_number_of_devices(tmp_path):
     found = find(str(tmp_path / "pairs.py"), ["VOCAB=272"], trace=False).recipe
     recipe = replace(found, data=replace(found.data, vocab_size=272, bos_id=5))
     rng = np.random.default_rng(0)
-    rows, bits = rng.integers(0, 272, size=(10, 33), dtype=np.uint16), rng.uniform(size=(384, 384)) < 0.3
+    rows, bits = (
+        rng.integers(0, 272, size=(10, 33), dtype=np.uint16),
+        rng.uniform(size=(384, 384)) < 0.3,
+    )
     bits[rows[:, :-1], rows[:, 1:]] = False
     params = init_parameters(recipe.parameters, jax.random.key(0))
-    logits = np.asarray(recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), None), np.float64)
+    logits = np.asarray(
+        recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), None), np.float64
+    )
     logits = np.where(bits[rows[:, :-1]][..., :272], -np.inf, logits)
     own = np.take_along_axis(logits, rows[:, 1:, None].astype(int), -1)[..., 0]
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - own)
     for devices in (1, 8):
         mesh = make_mesh({"data": devices}, jax.devices()[:devices])
-        padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device_of(mesh)), 32, len(rows))
+        padded, lowered = program.lower_evaluation(
+            recipe, Placement(mesh, "zero1", device_of(mesh)), 32, len(rows)
+        )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         compiled = lowered.compile()
         assert evaluate.validation_loss(compiled, placed, validation) > expected + 0.01
         validation.impossible = put(np.packbits(bits, axis=1, bitorder="little"), replicated(mesh))
-        assert evaluate.validation_loss(compiled, placed, validation) == pytest.approx(expected, abs=1e-5)
+        assert evaluate.validation_loss(compiled, placed, validation) == pytest.approx(
+            expected, abs=1e-5
+        )

@@ -1,4 +1,5 @@
-"""Checkpoints of whole runs: resuming is bit-exact, damage is detected, a diverged state is not saved."""
+"""Checkpoints of whole runs: resuming is bit-exact, damage is detected, a diverged state is not
+saved."""
 
 import json
 import math
@@ -53,7 +54,8 @@ def copy(runs, tmp_path, name="half"):
 
 def damage(folder, step):
     largest = max(
-        (folder / "checkpoints" / str(step)).rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
+        (folder / "checkpoints" / str(step)).rglob("*"),
+        key=lambda path: path.stat().st_size * path.is_file(),
     )
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -74,13 +76,21 @@ def test_hashes_that_say_nothing_are_damage(tmp_path):
 
 
 def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
-    """The quick form of the next test: in this process, whose programs need not give the same bits twice."""
+    """The quick form of the next test: in this process, whose programs need not give the same bits
+    twice."""
     small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=3")
-    options = {"data": shards(tmp_path / "shards"), "set_": (*TOY, *small), "target_loss": 9.0, "progress": False}
+    options = {
+        "data": shards(tmp_path / "shards"),
+        "set_": (*TOY, *small),
+        "target_loss": 9.0,
+        "progress": False,
+    }
 
     def losses(name, **more):
         assert train(Options("stdlib", run_dir=tmp_path / name, **options | more)) == 0
-        return [list(metrics(tmp_path / name, kind).values()) for kind in ("train_loss", "val_loss")]
+        return [
+            list(metrics(tmp_path / name, kind).values()) for kind in ("train_loss", "val_loss")
+        ]
 
     whole = losses("whole")
     assert whole[0][0] - whole[0][4] > 0.01  # a start anew would show
@@ -93,7 +103,9 @@ def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
 
 def test_a_diverged_state_is_not_saved(tmp_path, monkeypatch):
     real = History.trained
-    monkeypatch.setattr(History, "trained", lambda self, loss: real(self, loss if self.steps < 3 else math.nan))
+    monkeypatch.setattr(
+        History, "trained", lambda self, loss: real(self, loss if self.steps < 3 else math.nan)
+    )
     small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=6")
     options = {"data": shards(tmp_path / "shards"), "set_": (*TOY, *small), "progress": False}
     assert train(Options("stdlib", run_dir=tmp_path / "run", checkpoint_every=1, **options)) == 1
@@ -122,8 +134,13 @@ def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):
 def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
     folder = copy(runs, tmp_path)
     damage(folder, 25)
-    code, out, err = speedrun(tmp_path, "half", "--resume", "--mesh", "data=4", "--checkpoint-every", "30")
-    assert code in (0, 1) and "step 25" in out and "damaged" in out and "after step 20" in out, (out, err)
+    code, out, err = speedrun(
+        tmp_path, "half", "--resume", "--mesh", "data=4", "--checkpoint-every", "30"
+    )
+    assert code in (0, 1) and "step 25" in out and "damaged" in out and "after step 20" in out, (
+        out,
+        err,
+    )
     for kind in ("train_loss", "val_loss"):
         one, other = metrics(runs / "whole", kind), metrics(folder, kind)
         assert one.keys() == other.keys()
@@ -144,7 +161,11 @@ def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monk
         shapes, shardings = program.state_shardings(recipe, layout, mesh_of(**axes))
         state = checkpoint.restore(tmp_path / "checkpoints", 2, shapes)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(saved))
-        jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf)), state, shardings)
+        jax.tree.map(
+            lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf)),
+            state,
+            shardings,
+        )
         state, found = run(recipe, mesh_of(**axes), None, tokens[2:], layout, state=state)
         assert int(state["step"]) == 12
         losses.append(found)
@@ -156,7 +177,9 @@ def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monk
 def test_the_parameters_of_a_recipe_with_slow_ones_are_read_from_a_checkpoint(tmp_path):
     recipe, mesh = find("r62", TOYS["r62"]).recipe, mesh_of(data=1)
     _, shardings = program.state_shardings(recipe, "zero1", mesh)
-    state = jax.jit(lambda: init_state(recipe, np.uint32(1), "zero1", mesh), out_shardings=shardings)()
+    state = jax.jit(
+        lambda: init_state(recipe, np.uint32(1), "zero1", mesh), out_shardings=shardings
+    )()
     assert state["carry"]
     with checkpoint.Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         checkpoints.save(6, state, {})
@@ -170,7 +193,17 @@ def test_slow_parameters_are_saved_between_their_updates_only(tmp_path):
     fields = [*TOYS["r62"], "BOS=32", "EVAL_EVERY=6"]  # documents are words
 
     def r62(name, *arguments):
-        words = ["r62", "--data", "shards", "--run-dir", name, "--no-sample", *arguments, "--set", *fields]
+        words = [
+            "r62",
+            "--data",
+            "shards",
+            "--run-dir",
+            name,
+            "--no-sample",
+            *arguments,
+            "--set",
+            *fields,
+        ]
         code, out, err = ended([start(tmp_path, environment(), *words)])[0]
         assert code in (0, 1), err
         return out

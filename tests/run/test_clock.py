@@ -29,7 +29,9 @@ def test_ledger_adds_up_and_pauses_are_named():
     names = ["start-up", "compile", "start-up", "training", "evaluation", "training", "finish"]
     assert [section["name"] for section in ledger] == names
     assert [section["name"] for section in ledger if section["timed"]] == ["training", "training"]
-    assert sum(section["seconds"] for section in ledger) == pytest.approx(clock.wall_seconds, abs=5e-3)
+    assert sum(section["seconds"] for section in ledger) == pytest.approx(
+        clock.wall_seconds, abs=5e-3
+    )
     assert clock.seconds("evaluation") >= 0.02 and clock.wall_seconds > before
 
 

@@ -1,4 +1,5 @@
-"""The second validation range: read after the first, evaluated once at the end, and of no effect on the run."""
+"""The second validation range: read after the first, evaluated once at the end, and of no effect on
+the run."""
 
 import json
 import shutil
@@ -23,12 +24,16 @@ def ask_for(first: int, records: Path) -> Path:
     home = records / "stdlib" / "cpu"
     home.mkdir(parents=True)
     text = TRACK.read_text().split("\n# What")[0]
-    (home / "track.toml").write_text(text.replace("[hardware]", f"[holdout]\nfirst = {first}\n\n[hardware]"))
+    (home / "track.toml").write_text(
+        text.replace("[hardware]", f"[holdout]\nfirst = {first}\n\n[hardware]")
+    )
     return records
 
 
 def run(folder: Path, data: Path) -> dict:
-    options = Options("stdlib", data=data, run_dir=folder, set_=(*TOY, "STEPS=3"), progress=False, sample=False)
+    options = Options(
+        "stdlib", data=data, run_dir=folder, set_=(*TOY, "STEPS=3"), progress=False, sample=False
+    )
     train(options)
     return read_run(folder)
 
@@ -46,7 +51,10 @@ def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, monk
     assert "holdout" not in without and tokens == 256
     monkeypatch.setattr(remarks, "RECORDS", ask_for(first, tmp_path / "records"))
     found = run(tmp_path / "with", data)
-    assert training(tmp_path / "with") == training(tmp_path / "without") and found["reached"] == without["reached"]
+    assert (
+        training(tmp_path / "with") == training(tmp_path / "without")
+        and found["reached"] == without["reached"]
+    )
     losses = [[point["val_loss"] for point in each["curve"]] for each in (found, without)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     (entry,) = [entry for entry in found["ledger"] if entry["name"] == "second range"]
@@ -59,10 +67,15 @@ def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, monk
     header = np.frombuffer(content[:HEADER], "<i4").copy()
     header[2] -= first
     val.write_bytes(header.tobytes() + content[HEADER + 2 * first :])
-    said = "note: the validation shards end before token 1,280: the track's second range is not evaluated"
+    said = (
+        "note: the validation shards end before token 1,280: the track's second range is not"
+        " evaluated"
+    )
     assert said not in capsys.readouterr().out
     later = run(tmp_path / "end", tmp_path / "later")
-    assert "holdout" not in later and said in capsys.readouterr().out, "what is left of the shard ends before"
+    assert "holdout" not in later and said in capsys.readouterr().out, (
+        "what is left of the shard ends before"
+    )
     expected = {"first": first, "tokens": tokens, "sha256": later["data"]["val_sha256"]}
     assert found["holdout"] == expected | {"val_loss": pytest.approx(later["val_loss"], abs=1e-6)}
 

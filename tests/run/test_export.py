@@ -1,4 +1,5 @@
-"""Import and export of safetensors: GPT-2 against a NumPy forward pass on Hugging Face's names; hashes; refusals."""
+"""Import and export of safetensors: GPT-2 against a NumPy forward pass on Hugging Face's names;
+hashes; refusals."""
 
 import json
 import math
@@ -30,7 +31,13 @@ from ..toys import TOYS
 
 LAYERS, HEADS, WIDTH, VOCAB, BLOCK = 2, 2, 32, 272, 16
 TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "BOS=5", "LANE_LEN=16", "COMPUTE=float32"]
-CONFIG = {"model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "vocab_size": VOCAB}
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_embd": WIDTH,
+    "vocab_size": VOCAB,
+}
 CONFIG |= {"n_positions": BLOCK, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 CONFIG |= {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}}
 
@@ -38,7 +45,12 @@ CONFIG |= {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}
 def random_gpt2(seed=0):
     """Random tensors under the names that transformers' GPT2LMHeadModel saves."""
     rng, d = np.random.default_rng(seed), WIDTH
-    shapes = {"wte.weight": (VOCAB, d), "wpe.weight": (BLOCK, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
+    shapes = {
+        "wte.weight": (VOCAB, d),
+        "wpe.weight": (BLOCK, d),
+        "ln_f.weight": (d,),
+        "ln_f.bias": (d,),
+    }
     for n in range(LAYERS):
         shapes |= {
             f"h.{n}.ln_1.weight": (d,),
@@ -58,7 +70,8 @@ def random_gpt2(seed=0):
 
 
 def gpt2_forward(w, tokens, heads=HEADS, epsilon=1e-5, act=None, scale=None):
-    """Logits of GPT-2 in float64, from Radford et al. 2019 and the names above; or of one of another config."""
+    """Logits of GPT-2 in float64, from Radford et al. 2019 and the names above; or of one of
+    another config."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
     def norm(x, name):
@@ -111,7 +124,10 @@ def test_logits_are_those_of_gpt2(tmp_path):
     found = logits_of(recipe, export.read_parameters(path, recipe), TOKENS)
     np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
     model = load_model(path)
-    assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (VOCAB, WIDTH)
+    assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (
+        VOCAB,
+        WIDTH,
+    )
     np.testing.assert_allclose(logits_of(model.recipe, model.params, TOKENS), found, atol=1e-6)
 
 
@@ -126,25 +142,37 @@ def test_a_prompt_is_continued_after_bos_which_is_said_or_alone(tmp_path, capsys
         generator = Generator(load_model(path), 1, Sampling(0, bos=bos))
         assert [int(token) for (token,) in generator([[*b"ab"]], 3)] == wanted[-3:]
         sample(path, prompt="ab", tokens=1, bos=bos)
-        note = "note: token 256 comes before the prompt, as before a document in training; --no-bos leaves it out\n"
+        note = (
+            "note: token 256 comes before the prompt, as before a document in training; --no-bos"
+            " leaves it out\n"
+        )
         assert capsys.readouterr().err == note * bos
     sample(path, prompt="", tokens=1)
     assert capsys.readouterr().err == ""  # there is no prompt that it could change
-    with pytest.raises(BadInput, match="without a BOS token .* has nothing to continue; give a --prompt"):
+    with pytest.raises(
+        BadInput, match="without a BOS token .* has nothing to continue; give a --prompt"
+    ):
         sample(path, prompt="", bos=False)
     for given in ({"top_k": 3}, {"top_p": 0.5}, {"seed": 2}):
-        with pytest.raises(BadInput, match="--temperature 0 draws nothing, so --.* would have no effect"):
+        with pytest.raises(
+            BadInput, match="--temperature 0 draws nothing, so --.* would have no effect"
+        ):
             sample(path, prompt="a", temperature=0.0, **given)
 
 
 def test_gradient_of_the_tied_table_is_that_of_both_of_its_uses(tmp_path):
-    """Finite differences in float64 along random directions of the whole table, whose rows are looked up and scored."""
+    """Finite differences in float64 along random directions of the whole table, whose rows are
+    looked up and scored."""
     tensors, recipe, rng = random_gpt2(), recipe_of(), np.random.default_rng(2)
     inputs, targets = TOKENS[None, :-1], TOKENS[None, 1:]
-    params = jax.tree.map(jnp.asarray, export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe))
+    params = jax.tree.map(
+        jnp.asarray, export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)
+    )
     ctx = r.Context(recipe.stages[0], training=True)
     weights = jnp.full(targets.shape, 1 / targets.size)
-    gradient = jax.jit(jax.grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0]))(params)["embed"]
+    gradient = jax.jit(jax.grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0]))(
+        params
+    )["embed"]
 
     def loss(table):
         logits = gpt2_forward(tensors | {"wte.weight": table}, inputs[0])
@@ -171,7 +199,9 @@ def test_four_sizes(size, count):
 
 
 def test_an_unknown_size():
-    with pytest.raises(BadInput, match="field SIZE is '1B'; expected one of 124M, 350M, 774M, 1.5B"):
+    with pytest.raises(
+        BadInput, match="field SIZE is '1B'; expected one of 124M, 350M, 774M, 1.5B"
+    ):
         find("gpt2", ["SIZE=1B"])
 
 
@@ -187,7 +217,8 @@ def test_round_trip_is_equal_to_the_bit(tmp_path):
 
 
 def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
-    """Hugging Face's, and our own of a recipe gpt2 that had them in one axis, which runs keep a copy of."""
+    """Hugging Face's, and our own of a recipe gpt2 that had them in one axis, which runs keep a
+    copy of."""
     tensors, recipe = random_gpt2(), recipe_of()
     ours = dict(r.leaves(export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)))
     old = ours | {"qkv": ours["qkv"].reshape(LAYERS, WIDTH, 3 * WIDTH)}
@@ -203,30 +234,44 @@ def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
     spec = replace(recipe.parameters["qkv"], shape=old["qkv"].shape, axes=("layer", "model", "qkv"))
     older = replace(recipe, parameters={**recipe.parameters, "qkv": spec})
     for folder in ("old", "new", "gpt2"):
-        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, recipe), ours)
-        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, older), old)
+        jax.tree.map(
+            np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, recipe), ours
+        )
+        jax.tree.map(
+            np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, older), old
+        )
     jax.tree.map(np.testing.assert_array_equal, gpt2.to_gpt2(old), tensors)
 
 
 def test_older_files_and_several_of_them(tmp_path):
-    """Prefixes, causal masks among the parameters, the head a second time or instead, two files and their index."""
+    """Prefixes, causal masks among the parameters, the head a second time or instead, two files and
+    their index."""
     tensors = random_gpt2()
     expected = export.read_parameters(folder_of(tmp_path / "a", tensors), recipe_of())
 
     def loads(path):
-        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(path, recipe_of()), expected)
+        jax.tree.map(
+            np.testing.assert_array_equal, export.read_parameters(path, recipe_of()), expected
+        )
 
-    for number, prefix in enumerate(("transformer.", "_orig_mod.transformer.", "module._orig_mod.transformer.")):
+    for number, prefix in enumerate(
+        ("transformer.", "_orig_mod.transformer.", "module._orig_mod.transformer.")
+    ):
         old = {f"{prefix}{name}": array for name, array in tensors.items()}
         old |= {f"{prefix.removesuffix('transformer.')}lm_head.weight": tensors["wte.weight"]}
-        old |= {f"{prefix}h.{n}.attn.bias": np.ones((1, 1, 4, 4), "?" if n else "f4") for n in range(LAYERS)}
+        old |= {
+            f"{prefix}h.{n}.attn.bias": np.ones((1, 1, 4, 4), "?" if n else "f4")
+            for n in range(LAYERS)
+        }
         loads(folder_of(tmp_path / str(number), old))
     halves = [dict(list(old.items())[::2]), dict(list(old.items())[1::2])]
     several = folder_of(tmp_path / "several", tensors)
     (several / "model.safetensors").unlink()
     for number, half in enumerate(halves):
         safetensors.numpy.save_file(half, several / f"{number}.safetensors")
-    weight_map = {name: f"{number}.safetensors" for number, half in enumerate(halves) for name in half}
+    weight_map = {
+        name: f"{number}.safetensors" for number, half in enumerate(halves) for name in half
+    }
     (several / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     loads(several)
     # safetensors.torch.save_model keeps the first name of an array that has two, and says so.
@@ -249,7 +294,10 @@ def erf_gelu(x):
         ({"activation_function": "silu"}, {"act": lambda x: x / (1 + np.exp(-x))}),
         ({"layer_norm_epsilon": 1e-2}, {"epsilon": 1e-2}),
         ({"scale_attn_weights": False}, {"scale": lambda layer: 1}),
-        ({"scale_attn_by_inverse_layer_idx": True}, {"scale": lambda layer: (WIDTH / HEADS) ** -0.5 / (layer + 1)}),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            {"scale": lambda layer: (WIDTH / HEADS) ** -0.5 / (layer + 1)},
+        ),
         ({"n_head": 5}, None),
         ({"n_inner": 64}, None),
         ({"tie_word_embeddings": False}, None),
@@ -260,7 +308,8 @@ def erf_gelu(x):
     ],
 )
 def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
-    """In a run as in other commands. By NumPy the logits are others than recipe gpt2's with the fields left out."""
+    """In a run as in other commands. By NumPy the logits are others than recipe gpt2's with the
+    fields left out."""
     tensors, (name,) = random_gpt2(), fields
     path = folder_of(tmp_path / "gpt2", tensors, CONFIG | fields)
     for load_it in (lambda: export.read_parameters(path, recipe_of()), lambda: load_model(path)):
@@ -268,14 +317,28 @@ def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
             load_it()
         assert "\n" not in str(caught.value)
     if forward:
-        assert np.abs(gpt2_forward(tensors, TOKENS, **forward) - gpt2_forward(tensors, TOKENS)).max() > 2e-4
+        assert (
+            np.abs(gpt2_forward(tensors, TOKENS, **forward) - gpt2_forward(tensors, TOKENS)).max()
+            > 2e-4
+        )
 
 
 def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
-    fields = {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True, "resid_pdrop": 0.3}
-    fields |= {"summary_type": "mean", "n_inner": 4 * WIDTH, "tie_word_embeddings": False, "of_my_own": 3}
+    fields = {
+        "activation_function": "gelu_pytorch_tanh",
+        "reorder_and_upcast_attn": True,
+        "resid_pdrop": 0.3,
+    }
+    fields |= {
+        "summary_type": "mean",
+        "n_inner": 4 * WIDTH,
+        "tie_word_embeddings": False,
+        "of_my_own": 3,
+    }
     tensors = random_gpt2()
-    path = folder_of(tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields)
+    path = folder_of(
+        tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields
+    )
     found = logits_of(recipe_of(), export.read_parameters(path, recipe_of()), TOKENS)
     np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
 
@@ -290,9 +353,12 @@ def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
     ],
 )
 def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
-    """Of heads the tensors say nothing: four were trained as two, with exit code 0. What is advised fits."""
+    """Of heads the tensors say nothing: four were trained as two, with exit code 0. What is advised
+    fits."""
     path = folder_of(tmp_path / "gpt2", random_gpt2(), CONFIG | sizes)
-    with pytest.raises(BadInput, match=f"is a GPT-2 with {next(iter(sizes))} .* but recipe gpt2 has") as caught:
+    with pytest.raises(
+        BadInput, match=f"is a GPT-2 with {next(iter(sizes))} .* but recipe gpt2 has"
+    ) as caught:
         export.read_parameters(path, recipe_of())
     advised = shlex.split(str(caught.value).partition("--set ")[2])
     assert advised == sets
@@ -305,7 +371,9 @@ def test_the_heads_of_a_config_are_those_that_load(tmp_path):
     tensors = random_gpt2()
     model = load_model(folder_of(tmp_path / "gpt2", tensors, CONFIG | {"n_head": 4}))
     np.testing.assert_allclose(
-        logits_of(model.recipe, model.params, TOKENS), gpt2_forward(tensors, TOKENS, heads=4), atol=1e-4
+        logits_of(model.recipe, model.params, TOKENS),
+        gpt2_forward(tensors, TOKENS, heads=4),
+        atol=1e-4,
     )
 
 
@@ -326,7 +394,9 @@ def test_block_crop(tmp_path):
     recipe = recipe_of("LANE_LEN=8")
     params = export.read_parameters(path, recipe)
     np.testing.assert_array_equal(params["positions"], tensors["wpe.weight"][:8])
-    np.testing.assert_allclose(logits_of(recipe, params, TOKENS[:8]), gpt2_forward(tensors, TOKENS[:8]), atol=1e-4)
+    np.testing.assert_allclose(
+        logits_of(recipe, params, TOKENS[:8]), gpt2_forward(tensors, TOKENS[:8]), atol=1e-4
+    )
 
 
 def without(tensors, name):
@@ -342,8 +412,16 @@ def without(tensors, name):
             (),
             r"holds h\.1\.extra, which a GPT-2 of 2 layers does not have",
         ),
-        (lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]}, (), r"holds h\.2\.ln_1\.bias, which a GPT-2 of 2 layers"),
-        (lambda t: t | {"lm_head.weight": t["wte.weight"] + 1}, (), "lm_head.weight differs from wte.weight"),
+        (
+            lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]},
+            (),
+            r"holds h\.2\.ln_1\.bias, which a GPT-2 of 2 layers",
+        ),
+        (
+            lambda t: t | {"lm_head.weight": t["wte.weight"] + 1},
+            (),
+            "lm_head.weight differs from wte.weight",
+        ),
         (
             lambda t: t | {"h.1.mlp.c_fc.weight": np.ones((32, 64), "f4")},
             (),
@@ -387,8 +465,12 @@ def test_refuses_what_is_no_model(tmp_path):
         with pytest.raises(BadInput, match="index.json cannot be read"):
             export.load(tmp_path)
     os.mkfifo(tmp_path / "1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "1.safetensors"}}')
-    with pytest.raises(BadInput, match="1.safetensors cannot be read as safetensors .*not a regular file"):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"wte.weight": "1.safetensors"}}'
+    )
+    with pytest.raises(
+        BadInput, match="1.safetensors cannot be read as safetensors .*not a regular file"
+    ):
         export.load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no such thing" * 9)
     with pytest.raises(BadInput, match="cannot be read as safetensors"):
@@ -402,7 +484,9 @@ def test_refuses_what_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(BadInput, match=r"holds no model\.safetensors but pytorch_model\.bin; convert it"):
+    with pytest.raises(
+        BadInput, match=r"holds no model\.safetensors but pytorch_model\.bin; convert it"
+    ):
         export.load(tmp_path)
 
 
@@ -444,15 +528,22 @@ def test_a_run_on_another_recipe_or_ids_than_gpt2_s_says_so(tmp_path):
     path, found = folder_of(tmp_path / "gpt2", random_gpt2()), find("gpt2", TINY)
     assert not [*model_config.departures(path, found, CONFIG["tokenizer"])]
     mine = tmp_path / "mine.py"
-    mine.write_text(found.source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")"))
-    (line,) = model_config.departures(path / "model.safetensors", find(str(mine), TINY), CONFIG["tokenizer"])
+    mine.write_text(
+        found.source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")")
+    )
+    (line,) = model_config.departures(
+        path / "model.safetensors", find(str(mine), TINY), CONFIG["tokenizer"]
+    )
     assert "to compute something else (by recipe gpt2)" in line
 
 
 def test_scalars_come_back_as_scalars(tmp_path):
-    """Parameters of shape () and matrices that lie in memory by columns: r62 and r89 have the first."""
+    """Parameters of shape () and matrices that lie in memory by columns: r62 and r89 have the
+    first."""
     columns = np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3))
-    export.save(tmp_path / "model.safetensors", {"scale": np.float32(0.5), "columns": columns}, export.OWN)
+    export.save(
+        tmp_path / "model.safetensors", {"scale": np.float32(0.5), "columns": columns}, export.OWN
+    )
     found, _ = export.load(tmp_path)
     assert found["scale"].shape == () and found["scale"] == 0.5
     np.testing.assert_array_equal(found["columns"], columns)
@@ -496,19 +587,30 @@ def test_parameters_that_do_not_fit(tmp_path):
 
 
 def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_path, monkeypatch):
-    """Record 92's n-grams are 130 GB. Without a checkpoint of the last step one sentence says what is missing."""
+    """Record 92's n-grams are 130 GB. Without a checkpoint of the last step one sentence says what
+    is missing."""
     found = find("r92", TOYS["r92"])
     recipe = found.recipe
-    assert export.large_tables(find("r92").recipe) == ("ngrams",) and not export.large_tables(recipe)
+    assert export.large_tables(find("r92").recipe) == ("ngrams",) and not export.large_tables(
+        recipe
+    )
     monkeypatch.setattr(export, "LARGE", 0)
     state = init_state(recipe, np.uint32(0))
     (tmp_path / "config.json").write_text(json.dumps(export.own_config(found, CONFIG["tokenizer"])))
     (tmp_path / "recipe.py").write_text(found.source)
-    export.save(tmp_path / export.FILE, export.to_write(recipe, state["params"]), export.run_metadata(found, 4))
+    export.save(
+        tmp_path / export.FILE,
+        export.to_write(recipe, state["params"]),
+        export.run_metadata(found, 4),
+    )
     tensors, about = export.load(tmp_path)
     assert "ngrams" not in tensors and (about["left_out"], about["step"]) == ("ngrams", "4")
     with pytest.raises(
-        BadInput, match="lacks ngrams, too large for it, of recipe r92; give a checkpoint of its run, which has it"
+        BadInput,
+        match=(
+            "lacks ngrams, too large for it, of recipe r92; give a checkpoint of its run, which"
+            " has it"
+        ),
     ):
         load_model(tmp_path)
     with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
@@ -516,4 +618,6 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
             checkpoints.save(step, state, {})
             state |= {"params": jax.tree.map(lambda p: p + 1, state["params"])}
     np.testing.assert_array_equal(load_model(tmp_path).tensors()["embed"], tensors["embed"])
-    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in export.note_on_large_tables(recipe, True)
+    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in export.note_on_large_tables(
+        recipe, True
+    )

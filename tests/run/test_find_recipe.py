@@ -48,8 +48,16 @@ def edited(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("TARGET_LOSS = 1.4", "TARGET_LOSS = 1e999", "target_loss is inf"),
         ("by_group = {", "import sys; sys.exit(0)\n    by_group = {", "ends the program at line 1"),
         ("optimizer=optimizer", "optimizer=list", "mine.py fails with AttributeError"),
-        ("forward=forward", "forward=lambda params, tokens, ctx: nothing", "mine.py fails .*NameError"),
-        ("forward=forward", "forward=lambda params, tokens, ctx: tokens[0]", "forward returns shape"),
+        (
+            "forward=forward",
+            "forward=lambda params, tokens, ctx: nothing",
+            "mine.py fails .*NameError",
+        ),
+        (
+            "forward=forward",
+            "forward=lambda params, tokens, ctx: tokens[0]",
+            "forward returns shape",
+        ),
     ],
 )
 def test_refuses_what_a_copy_says(tmp_path: Path, old, new, words):
@@ -59,7 +67,11 @@ def test_refuses_what_a_copy_says(tmp_path: Path, old, new, words):
 
 
 def test_what_json_cannot_hold_is_no_field(tmp_path: Path):
-    found = find(edited(tmp_path, ("STEPS = 250", "STEPS = 250\nBYTES = b'x'\nNO_CAP = 1e999\nMANY = {1, 2}")))
+    found = find(
+        edited(
+            tmp_path, ("STEPS = 250", "STEPS = 250\nBYTES = b'x'\nNO_CAP = 1e999\nMANY = {1, 2}")
+        )
+    )
     assert found.hash and not {"BYTES", "NO_CAP", "MANY"} & found.fields.keys()
 
 
@@ -69,7 +81,9 @@ def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
         return name_clash(found.recipe.name, found.recipe.track, sha, tmp_path)
 
     assert note(find("stdlib", ["STEPS=3"])) is None and note(find(edited(tmp_path))) is None
-    assert "a different source is named 'stdlib' too" in note(find(edited(tmp_path, ("STEPS = 250", "STEPS = 251"))))
+    assert "a different source is named 'stdlib' too" in note(
+        find(edited(tmp_path, ("STEPS = 250", "STEPS = 251")))
+    )
     assert note(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
 
 
@@ -83,7 +97,9 @@ def test_a_signal_while_a_recipe_is_read_is_no_fault_of_the_recipe(tmp_path: Pat
 def test_a_name_that_is_not_utf8(tmp_path: Path):
     """XLA ended with std::bad_cast when it met the name."""
     path = tmp_path / os.fsdecode(b"caf\xe9.py")
-    path.write_text((FOLDER / "stdlib.py").read_text() + "\n\n@jax.jit\ndef sine(x):\n    return jnp.sin(x)\n")
+    path.write_text(
+        (FOLDER / "stdlib.py").read_text() + "\n\n@jax.jit\ndef sine(x):\n    return jnp.sin(x)\n"
+    )
     find(str(path)).recipe.forward.__globals__["sine"].lower(1.0)
     path.write_text("x = 1\nx.y\n")
     with pytest.raises(BadInput, match="fails at line 2 with AttributeError"):
@@ -109,7 +125,11 @@ def test_set_reaches_everything_derived():
         ("x/" + "y" * 5000, (), "does not exist"),
         ("stdlib", ("WIDTH",), r"--set WIDTH: there is no value; write WIDTH=VALUE \(now 192\)"),
         ("stdlib", ("WIDTH=",), "is a whole number .now 192., found ''; give a whole number"),
-        ("stdlib", ("WIDTH=wide",), "is a whole number .now 192., found 'wide'; give a whole number"),
+        (
+            "stdlib",
+            ("WIDTH=wide",),
+            "is a whole number .now 192., found 'wide'; give a whole number",
+        ),
         ("stdlib", ("WIDTH=1.5",), "found '1.5'; give a whole number"),
         ("stdlib", ("WIDTH=True",), "found 'True'"),
         ("stdlib", ("MUON_LR=1e999",), "is a finite number .now 0.035., found '1e999'"),
@@ -135,7 +155,10 @@ def test_refuses(name, sets, words):
         ("RECIPE = 1\n", "defines no RECIPE"),
         ("def\n", "cannot be read as Python"),
         ("import nothing_like_this\n", "fails at line 1 with ModuleNotFoundError"),
-        ("import sys\n\nsys.exit(0)\n", r"ends the program at line 3 by sys.exit\(0\); a recipe only defines"),
+        (
+            "import sys\n\nsys.exit(0)\n",
+            r"ends the program at line 3 by sys.exit\(0\); a recipe only defines",
+        ),
         ("raise GeneratorExit\n", "fails at line 1 with GeneratorExit"),
         ("return\n", r"cannot be read as Python: SyntaxError: 'return' outside function .* line 1"),
         ("x = '\0'\n", "cannot be read as Python"),
@@ -150,7 +173,8 @@ def test_refuses_files(tmp_path: Path, text, words):
 
 
 def test_recipes_that_compute_the_same_are_told_from_others(tmp_path: Path):
-    """Whatever is about training alone is no difference; heads, of which parameters say nothing, are one."""
+    """Whatever is about training alone is no difference; heads, of which parameters say nothing,
+    are one."""
     toy = find("stdlib", TOYS["stdlib"]).recipe
     for sets, same in (
         (["MUON_LR=0.5", "LANES=16", "STEPS=3", "LANE_LEN=64"], True),
@@ -158,4 +182,6 @@ def test_recipes_that_compute_the_same_are_told_from_others(tmp_path: Path):
         (["SOFTCAP=20.0"], False),
     ):
         assert same_function(find("stdlib", [*TOYS["stdlib"], *sets]).recipe, toy) == same, sets
-    assert same_function(find(str(RECORDS / "ideas" / "stdlib_adamw.py"), TOYS["stdlib"]).recipe, toy)
+    assert same_function(
+        find(str(RECORDS / "ideas" / "stdlib_adamw.py"), TOYS["stdlib"]).recipe, toy
+    )

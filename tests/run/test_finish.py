@@ -1,4 +1,5 @@
-"""The end of a run: run.json first, the loss plot last, and messages on what could not be written."""
+"""The end of a run: run.json first, the loss plot last, and messages on what could not be
+written."""
 
 import errno
 import json
@@ -44,7 +45,8 @@ def full_for(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a sink of --log that takes two lines and can then be neither written to nor closed."""
+    """The name of a sink of --log that takes two lines and can then be neither written to nor
+    closed."""
 
     @contextmanager
     def breaks(*_):
@@ -64,7 +66,9 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
 def three_steps(tmp_path, **more) -> Options:
     """A run into ``tmp_path / "run"`` that reaches its target."""
     fixed = {"set_": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
-    return Options("stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more)
+    return Options(
+        "stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more
+    )
 
 
 def test_the_commit_is_that_of_the_start(tmp_path, monkeypatch):
@@ -79,7 +83,8 @@ def test_the_commit_is_that_of_the_start(tmp_path, monkeypatch):
 def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_not(
     tmp_path, full_for, a_log_that_breaks, monkeypatch, capsys
 ):
-    """All that is written before run.json: of a run that has made its steps nothing else is worth losing them."""
+    """All that is written before run.json: of a run that has made its steps nothing else is worth
+    losing them."""
     full_for("sha256.json")
     real = Lines.write
 
@@ -92,20 +97,37 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
     run_dir = tmp_path / "run"
     options = three_steps(tmp_path, checkpoint_every=2, log=a_log_that_breaks)
     sentence = said(lambda: train(options))
-    for words in ("--log stopped at step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
+    for words in (
+        "--log stopped at step",
+        "a checkpoint could not be written to",
+        "metrics.jsonl cannot be",
+    ):
         assert words in sentence, sentence
-    assert f"warning: --log {a_log_that_breaks} could not be closed (No space left" in capsys.readouterr().err
+    assert (
+        f"warning: --log {a_log_that_breaks} could not be closed (No space left"
+        in capsys.readouterr().err
+    )
     run = read_run(run_dir)
     assert run["status"] == "finished" and run["reached"] and run["curve"][-1]["step"] == 3
-    assert not list((run_dir / "checkpoints").iterdir()) and (run_dir / "model.safetensors").exists()
+    assert (
+        not list((run_dir / "checkpoints").iterdir()) and (run_dir / "model.safetensors").exists()
+    )
 
 
 def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_path):
     home = tmp_path / "stdlib" / "cpu" / "parent"
     home.mkdir(parents=True)
     run = as_run(recipe="child", parent="parent")
-    assert parent_curve(run, tmp_path) is None and parent_curve(run | {"parent": None}, tmp_path) is None
-    for day, seconds, changes in ((1, 90.0, {}), (2, 80.0, {}), (3, 70.0, {"status": "stopped"}), (4, 60.0, {})):
+    assert (
+        parent_curve(run, tmp_path) is None
+        and parent_curve(run | {"parent": None}, tmp_path) is None
+    )
+    for day, seconds, changes in (
+        (1, 90.0, {}),
+        (2, 80.0, {}),
+        (3, 70.0, {"status": "stopped"}),
+        (4, 60.0, {}),
+    ):
         here = tmp_path / str(day)
         write_run(here, as_run(seconds, recipe="parent", **changes))
         content = (here / "run.json").read_bytes()
@@ -121,11 +143,17 @@ def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_pat
     assert parent_curve(run | {"track": "other/cpu"}, tmp_path) is None
 
 
-@pytest.mark.parametrize(("steps", "borders"), [(9, [0.2, 0.5]), (6, [0.2, 0.5]), (5, [0.2]), (2, []), (0, [])])
+@pytest.mark.parametrize(
+    ("steps", "borders"), [(9, [0.2, 0.5]), (6, [0.2, 0.5]), (5, [0.2]), (2, []), (0, [])]
+)
 def test_the_picture_marks_where_stages_began(monkeypatch, steps, borders):
     asked = {}
-    monkeypatch.setattr("jspeed.record.loss_plot.loss_svg", lambda path, **words: asked.update(words))
-    recipe = SimpleNamespace(name="a", target_loss=1.4, stages=[Stage(2, 8), Stage(3, 8), Stage(4, 8)])
+    monkeypatch.setattr(
+        "jspeed.record.loss_plot.loss_svg", lambda path, **words: asked.update(words)
+    )
+    recipe = SimpleNamespace(
+        name="a", target_loss=1.4, stages=[Stage(2, 8), Stage(3, 8), Stage(4, 8)]
+    )
     setup = SimpleNamespace(run_dir=Path("run"), recipe=recipe, options=SimpleNamespace(seed=1))
     progress = SimpleNamespace(train=[(step / 10, 2.0) for step in range(1, steps + 1)], curve=[])
     draw(setup, progress, "byte", as_run())
@@ -144,19 +172,32 @@ def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_f
     assert run["status"] == "finished" and run["reached"] and not told
     rows, width = run["parameter_table"]["embed"]["shape"]
     assert run["active_parameters"] == run["parameters"] - (rows - 1) * width
-    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "metrics.jsonl", "recipe.py", "run.json"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "recipe.py",
+        "run.json",
+    ]
     out = capsys.readouterr().out.splitlines()
     assert any(line.endswith("run: run.json, metrics.jsonl") for line in out)
     assert out[-1].startswith(f"{run['val_loss']:.4f} nats/")
 
     # Work that prints nothing itself says how long it takes.
-    for words in ("compiling ...", "warming up ...", "final evaluation ...", "validity probes ...", "evidence"):
+    for words in (
+        "compiling ...",
+        "warming up ...",
+        "final evaluation ...",
+        "validity probes ...",
+        "evidence",
+    ):
         (line,) = [line for line in out if line.startswith(words)]
         assert line.endswith(" s"), line
 
 
 @pytest.mark.slow
-def test_without_room_for_the_record_the_result_is_said_and_the_model_kept(tmp_path, full_for, capsys):
+def test_without_room_for_the_record_the_result_is_said_and_the_model_kept(
+    tmp_path, full_for, capsys
+):
     options, told = three_steps(tmp_path), []
     run_dir = options.run_dir
     full_for("run.json")

@@ -1,4 +1,5 @@
-"""A recipe on other tokens than its own takes vocabulary and separator from the manifest of its data."""
+"""A recipe on other tokens than its own takes vocabulary and separator from the manifest of its
+data."""
 
 import json
 from pathlib import Path
@@ -30,12 +31,16 @@ def data(tmp_path):
     """Texts of five words as tokens of an own tokenizer.json, whose separator has an own name."""
     hf = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
     words = ["a", "quick", "brown", "fox", "jumps"]
-    made = hf.Tokenizer(hf.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    made = hf.Tokenizer(
+        hf.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a")
+    )
     made.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<|start|>"])
     made.save(str(tmp_path / "mine.json"))
     texts = [" ".join(words[(n + k * n) % 5] for k in range(20)) for n in range(60)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{text} fox"}) + "\n" for text in texts))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{text} fox"}) + "\n" for text in texts)
+    )
     tokenizer = str(tmp_path / "mine.json")
     inputs = [tmp_path / "a.jsonl"]
     options = tokenise.Tokenising(tokenizer, 0.3, separator_token="<|start|>")
@@ -45,15 +50,27 @@ def data(tmp_path):
 def test_from_text_to_text_with_an_own_tokenizer(data, tmp_path, capsys):
     """It took a copied recipe with four lines edited."""
     sets = (*SMALL, "STEPS=4", "EVAL_EVERY=4")
-    options = Options("fineweb-cpu", data=data, run_dir=tmp_path / "run", set_=sets, target_loss=9.0, progress=False)
+    options = Options(
+        "fineweb-cpu",
+        data=data,
+        run_dir=tmp_path / "run",
+        set_=sets,
+        target_loss=9.0,
+        progress=False,
+    )
     assert train(options) == 0
     name = json.loads((data / "manifest.json").read_text())["tokenizer"]
-    line = f"note: the data hold 6 ids of {name}, and so VOCAB=128 BOS=5: other tokens than recipe fineweb-cpu's, so on"
+    line = (
+        f"note: the data hold 6 ids of {name}, and so VOCAB=128 BOS=5: other tokens than recipe"
+        " fineweb-cpu's, so on"
+    )
     assert line in capsys.readouterr().out
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     tokens = {"tokenizer": name, "vocab_size": 6, "bos_id": 5}
     changed = {"VOCAB": 128, "BOS": 5, "tokens": tokens}
-    assert run["track"] == "own-tokens" and {key: run["overrides"][key] for key in changed} == changed
+    assert (
+        run["track"] == "own-tokens" and {key: run["overrides"][key] for key in changed} == changed
+    )
     assert run["recipe_hash"] == load_recipe(options).hash != find("fineweb-cpu", sets).hash
 
     model = load_model(tmp_path / "run")
@@ -78,8 +95,12 @@ def test_every_recipe_takes_other_tokens_or_says_why_not(name, ids):
     fitted = fit(found, sets, facts)
     data, vocab = fitted.recipe.data, fitted.fields["VOCAB"]
     padded = found.fields["VOCAB"] > found.recipe.data.vocab_size
-    assert (data.vocab_size, data.bos_id) == (ids, ids - 1) and (ids < vocab if padded else ids == vocab)
-    assert {spec.shape[0] for path, spec in fitted.recipe.parameters.items() if path == "head"} <= {vocab}
+    assert (data.vocab_size, data.bos_id) == (ids, ids - 1) and (
+        ids < vocab if padded else ids == vocab
+    )
+    assert {spec.shape[0] for path, spec in fitted.recipe.parameters.items() if path == "head"} <= {
+        vocab
+    }
     assert fitted.recipe.track == "own-tokens" and fitted.hash != found.hash
 
 
@@ -104,14 +125,16 @@ def test_on_its_own_tokens_a_recipe_stays_as_it_is(recipe, facts):
         # Names and characters of another text: the data set's own kind of tokens, but other ones.
         ("microgpt-names", [], {"tokenizer": "symbols", "vocab_size": 9, "bos_id": 7, "pad_id": 8},
          {"VOCAB": 9, "BOS": 7, "PAD": 8}, (9, 7)),
-        ("nanogpt", [], {"tokenizer": "symbols", "vocab_size": 40, "bos_id": None}, {"VOCAB": 40}, (40, 0)),
+        ("nanogpt", [], {"tokenizer": "symbols", "vocab_size": 40, "bos_id": None}, {"VOCAB": 40},
+        (40, 0)),
         ("stdlib", [], GPT2, {"VOCAB": 50_272}, (50_257, 50_256)),
         ("fineweb-cpu", [], MINE, {"VOCAB": 384, "BOS": 7}, (300, 7)),
         ("fineweb-cpu", ["vocab=512"], MINE, {"VOCAB": 512, "BOS": 7}, (300, 7)),
         ("fineweb-cpu", ["BOS=3"], MINE, {"VOCAB": 384, "BOS": 3}, (300, 3)),
         ("fineweb-cpu", ["BOS=400"], MINE, {"VOCAB": 512, "BOS": 400}, (401, 400)),
         # Without a separator, BOS is an id that no text has.
-        ("fineweb-cpu", [], MINE | {"vocab_size": 384, "bos_id": None}, {"VOCAB": 512, "BOS": 384}, (385, 384)),
+        ("fineweb-cpu", [], MINE | {"vocab_size": 384, "bos_id": None}, {"VOCAB": 512, "BOS": 384},
+        (385, 384)),
     ],
 )  # fmt: skip
 def test_what_is_taken(recipe, sets, facts, fields, data):
@@ -120,7 +143,13 @@ def test_what_is_taken(recipe, sets, facts, fields, data):
     assert (fitted.recipe.data.vocab_size, fitted.recipe.data.bos_id) == data and fitted.note
 
 
-ROWS = {"tokenizer": "symbols", "vocab_size": 28, "bos_id": 26, "pad_id": 27, "source": {"kind": "names", "row": 8}}
+ROWS = {
+    "tokenizer": "symbols",
+    "vocab_size": 28,
+    "bos_id": 26,
+    "pad_id": 27,
+    "source": {"kind": "names", "row": 8},
+}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +159,20 @@ ROWS = {"tokenizer": "symbols", "vocab_size": 28, "bos_id": 26, "pad_id": 27, "s
             [],
             {},
             (8, 8, 2632),
-            "the data hold 28 ids of symbols in rows of 8, and so LANE_LEN=8 EVAL_LEN=8 EVAL_TOKENS",
+            (
+                "the data hold 28 ids of symbols in rows of 8, and so LANE_LEN=8 EVAL_LEN=8"
+                " EVAL_TOKENS"
+            ),
         ),
         (["EVAL_TOKENS=80"], {}, (8, 8, 80), "rows of 8, and so LANE_LEN=8 EVAL_LEN=8: other"),
-        ([], {"vocab_size": 9, "bos_id": 7, "pad_id": 8}, (8, 8, 2632), "VOCAB=9 BOS=7 PAD=8 LANE_LEN=8 EVAL_LEN=8"),
-        (["LANE_LEN=16", "EVAL_LEN=16"], {}, (16, 16, 10_528), None),  # two names in a lane: as asked
+        (
+            [],
+            {"vocab_size": 9, "bos_id": 7, "pad_id": 8},
+            (8, 8, 2632),
+            "VOCAB=9 BOS=7 PAD=8 LANE_LEN=8 EVAL_LEN=8",
+        ),
+        # two names in a lane: as asked
+        (["LANE_LEN=16", "EVAL_LEN=16"], {}, (16, 16, 10_528), None),
         ([], {"source": {"kind": "names", "row": 32}}, (32, 32, 10_528), None),
         ([], {"source": {"kind": "names", "row": "8"}}, (32, 32, 10_528), None),
     ],
@@ -155,13 +193,17 @@ def test_other_recipes_take_rows_as_text():
 
 
 def test_a_given_vocabulary_must_hold_the_ids():
-    with pytest.raises(BadInput, match="for which VOCAB=299 is too small; give VOCAB=300, or leave it out"):
+    with pytest.raises(
+        BadInput, match="for which VOCAB=299 is too small; give VOCAB=300, or leave it out"
+    ):
         fit(find("fineweb-cpu", ["VOCAB=299"], trace=False), ["VOCAB=299"], MINE)
 
 
 def test_an_own_recipe_with_room_stays_as_it_is(tmp_path):
     """Its author said which tokens it is for: only what does not fit changes."""
-    source = find("stdlib", trace=False).source.replace('Data("stdlib", vocab_size=257', 'Data("mine", vocab_size=272')
+    source = find("stdlib", trace=False).source.replace(
+        'Data("stdlib", vocab_size=257', 'Data("mine", vocab_size=272'
+    )
     (tmp_path / "mine.py").write_text(source)
     found = find(str(tmp_path / "mine.py"), trace=False)
     assert fit(found, [], MINE | {"vocab_size": 260}) is found
@@ -169,5 +211,9 @@ def test_an_own_recipe_with_room_stays_as_it_is(tmp_path):
 
 
 def test_the_data_of_a_race_are_those_of_its_flags():
-    assert _data(["--micro-batch", "64", "--data", "a b"]) == Path("a b") == _data(["--data=a b", "--no-sample"])
+    assert (
+        _data(["--micro-batch", "64", "--data", "a b"])
+        == Path("a b")
+        == _data(["--data=a b", "--no-sample"])
+    )
     assert _data(["--no-sample"]) is None is _data(["--data"])

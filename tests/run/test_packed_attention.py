@@ -1,4 +1,5 @@
-"""A whole run whose attention is told the longest document: the preflight, training, evaluation, evidence."""
+"""A whole run whose attention is told the longest document: the preflight, training, evaluation,
+evidence."""
 
 import json
 
@@ -18,7 +19,15 @@ from ..model.kernels import cudnn_twin
 from ..toys import TOYS
 
 BOS, LONGEST = 5, 40  # validation documents are not cut at MAX_DOC_LEN
-SETS = (*TOYS["r29"], "STEPS=3", "LANES=2", "LANE_LEN=128", "MAX_DOCS=80", "EVAL_LEN=128", "EVAL_TOKENS=256")
+SETS = (
+    *TOYS["r29"],
+    "STEPS=3",
+    "LANES=2",
+    "LANE_LEN=128",
+    "MAX_DOCS=80",
+    "EVAL_LEN=128",
+    "EVAL_TOKENS=256",
+)
 
 
 @pytest.fixture
@@ -45,25 +54,42 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
     monkeypatch.setattr(packed_cudnn, "row_length", row_length)
     monkeypatch.setattr(preflight_checks, "LENGTH", 104)
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    compare = preflight_checks.first_mismatch  # so few keys round dk by up to 0.91 % (the CPU compiler of JAX 0.12)
-    monkeypatch.setattr(preflight_checks, "first_mismatch", lambda *given: compare(*given[:3], 0.012))
-    monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    # so few keys round dk by up to 0.91 % (the CPU compiler of JAX 0.12)
+    compare = preflight_checks.first_mismatch
+    monkeypatch.setattr(
+        preflight_checks, "first_mismatch", lambda *given: compare(*given[:3], 0.012)
+    )
+    monkeypatch.setattr(
+        setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    )
 
     def here(mesh, asked, recipe):
-        return device.Device("cpu", asked or "cudnn", "emulated", 512, fallbacks=("xla",), asked=asked is not None)
+        return device.Device(
+            "cpu", asked or "cudnn", "emulated", 512, fallbacks=("xla",), asked=asked is not None
+        )
 
     monkeypatch.setattr(setup, "device_of", here)
 
     def run(name, **rest):
-        how = {"data": folder, "run_dir": tmp_path / name, "set_": SETS, "sample": False, "progress": False}
+        how = {
+            "data": folder,
+            "run_dir": tmp_path / name,
+            "set_": SETS,
+            "sample": False,
+            "progress": False,
+        }
         train(Options("r29", target_loss=9.0, **how | rest))
         return json.loads((tmp_path / name / "run.json").read_text())
 
     found, expected = run("rows"), run("lanes", attention="xla")
     assert found["kernels"]["attention"] == "cudnn" and not found["kernels"]["refused"]
-    kinds = [f"attention cudnn, packed{kind}, heads of 128" for kind in ("", ", a longest document")]
+    kinds = [
+        f"attention cudnn, packed{kind}, heads of 128" for kind in ("", ", a longest document")
+    ]
     assert found["kernels"]["checked"] == kinds
-    longest = evaluate.longest_document(evaluate.read_rows(*of_validation(folder)), of_validation(folder)[1])
+    longest = evaluate.longest_document(
+        evaluate.read_rows(*of_validation(folder)), of_validation(folder)[1]
+    )
     assert 16 < longest <= LONGEST and {(256, 16), (128, longest)} <= set(rows)
     assert all(probe["passed"] for probe in found["probes"].values())
     curves = [[point["val_loss"] for point in run["curve"]] for run in (found, expected)]
@@ -77,7 +103,9 @@ def of_validation(folder):
 def test_the_longest_document_of_rows():
     """By counting; a row's first token begins a document, and its last one is only a target."""
     recipe = find("r29", [*TOYS["r29"], "EVAL_LEN=12"]).recipe
-    rows = np.array([[1, 1, 5, 1, 1, 1, 1, 5, 1, 1, 1, 1, 5], [5, 1, 1, 1, 1, 1, 1, 5, 5, 1, 1, 1, 1]])
+    rows = np.array(
+        [[1, 1, 5, 1, 1, 1, 1, 5, 1, 1, 1, 1, 5], [5, 1, 1, 1, 1, 1, 1, 5, 5, 1, 1, 1, 1]]
+    )
     assert evaluate.longest_document(rows, recipe) == 7
     assert evaluate.longest_document(rows[:1], recipe) == 5
     assert evaluate.longest_document(np.ones((3, 13), int), recipe) == 12

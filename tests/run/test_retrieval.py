@@ -1,4 +1,5 @@
-"""Whole runs with an index of trained tokens: what it tells, what it cannot tell, several processes, a resumed run."""
+"""Whole runs with an index of trained tokens: what it tells, what it cannot tell, several
+processes, a resumed run."""
 
 import json
 from dataclasses import replace
@@ -51,7 +52,8 @@ def forward(params, tokens_BT, ctx):
 
 
 def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
-    losses_BT = optax.softmax_cross_entropy_with_integer_labels(forward(params, tokens_BT, ctx), targets_BT)
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(forward(params, tokens_BT, ctx), \
+targets_BT)
     return (weights_BT * losses_BT).sum(), losses_BT
 
 
@@ -82,7 +84,8 @@ PASSAGE = np.random.default_rng(9).integers(130, 138, 70)
 
 @pytest.fixture
 def made(tmp_path):
-    """Makes a run in ``tmp_path`` whose validation shard is a passage alone, which it has trained on or not."""
+    """Makes a run in ``tmp_path`` whose validation shard is a passage alone, which it has trained
+    on or not."""
     (tmp_path / "followed.py").write_text(RECIPE)
 
     def make(name, planted=False, size=16_000, **options):
@@ -93,8 +96,18 @@ def made(tmp_path):
         both = [("train", part) for part in train_text] + [("val", PASSAGE)] * 6
         ids = [(split, np.append(BOS, part).astype(np.uint16)) for split, part in both]
         documents = (EncodedDocuments(split, each, np.array([len(each)])) for split, each in ids)
-        write_folder(folder, documents, {"tokenizer": "bytes", "vocab_size": 257, "bos_id": BOS, "source": {}}, "toy")
-        given = {"data": folder, "recipe": str(tmp_path / "followed.py"), "run_dir": tmp_path / name, "sample": False}
+        write_folder(
+            folder,
+            documents,
+            {"tokenizer": "bytes", "vocab_size": 257, "bos_id": BOS, "source": {}},
+            "toy",
+        )
+        given = {
+            "data": folder,
+            "recipe": str(tmp_path / "followed.py"),
+            "run_dir": tmp_path / name,
+            "sample": False,
+        }
         train(Options(**given | {"progress": False} | options))
         return json.loads((tmp_path / name / "run.json").read_text())
 
@@ -107,17 +120,27 @@ def evaluated(run_dir, folder, index=True):
 
 
 def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsys):
-    """Each of its documents is the same passage; the index knows it where the run has trained on it, and only there."""
+    """Each of its documents is the same passage; the index knows it where the run has trained on
+    it, and only there."""
     unseen = made("unseen")
-    assert unseen["status"] == "finished" and all(probe["passed"] for probe in unseen["probes"].values())
-    assert unseen["retrieval"] == {"lengths": [4, 8], "recent": 96, "top": 2, "tokens": 8 * (12 * 97 + 12 * 129)}
+    assert unseen["status"] == "finished" and all(
+        probe["passed"] for probe in unseen["probes"].values()
+    )
+    assert unseen["retrieval"] == {
+        "lengths": [4, 8],
+        "recent": 96,
+        "top": 2,
+        "tokens": 8 * (12 * 97 + 12 * 129),
+    }
     assert unseen["val_loss"] == pytest.approx(
         evaluated(tmp_path / "unseen", tmp_path / "shards-False", False), abs=1e-5
     )
     seen = made("seen", planted=True)
     assert seen["val_loss"] < evaluated(tmp_path / "seen", tmp_path / "shards-True", False) - 0.3
     assert "told that nothing was found" in capsys.readouterr().out
-    assert seen["val_loss"] == pytest.approx(evaluated(tmp_path / "seen", tmp_path / "shards-True"), abs=1e-5)
+    assert seen["val_loss"] == pytest.approx(
+        evaluated(tmp_path / "seen", tmp_path / "shards-True"), abs=1e-5
+    )
     assert "loss with an index of what 24 steps with seed 1 read of" in capsys.readouterr().out
 
 
@@ -134,7 +157,9 @@ def test_a_resumed_run_knows_the_tokens_of_the_steps_before(made, tmp_path):
 @pytest.mark.parametrize(("size", "too_few"), [(16_000, False), (4_000, True)])
 def test_text_that_is_read_twice_is_found_and_a_run_says_so(made, capsys, size, too_few):
     made("run", size=size, steps=1, preflight=False)
-    assert ("reads its text more than once, and from then on its index knows" in capsys.readouterr().out) is too_few
+    assert (
+        "reads its text more than once, and from then on its index knows" in capsys.readouterr().out
+    ) is too_few
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Run directory: one run at a time locks it; an abandoned run removes only its own files; resume checks them."""
+"""Run directory: one run at a time locks it; an abandoned run removes only its own files; resume
+checks them."""
 
 import json
 import os
@@ -16,7 +17,9 @@ SAY = Console(quiet=True)
 
 
 def start(run_dir, resume=False):
-    return open_run_directory(Options(run_dir=run_dir, resume=resume, checkpoint_every=1), "toy", {}, SAY)
+    return open_run_directory(
+        Options(run_dir=run_dir, resume=resume, checkpoint_every=1), "toy", {}, SAY
+    )
 
 
 def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
@@ -76,8 +79,16 @@ def test_abandoning_removes_the_folders_of_sinks_too(tmp_path):
 
 
 def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("jspeed.run.run_directory.read_run", lambda path: json.loads((path / "run.json").read_text()))
-    for status, refused in [("finished", True), ("diverged", True), ("interrupted", False), ("stopped", False)]:
+    monkeypatch.setattr(
+        "jspeed.run.run_directory.read_run",
+        lambda path: json.loads((path / "run.json").read_text()),
+    )
+    for status, refused in [
+        ("finished", True),
+        ("diverged", True),
+        ("interrupted", False),
+        ("stopped", False),
+    ]:
         (tmp_path / "run.json").write_text(json.dumps({"status": status}))
         if refused:
             assert "has ended" in said(lambda: create_and_lock(tmp_path, resume=True))
@@ -89,31 +100,58 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
 def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
     same = {"recipe hash": "a", "seed": 1}
     monkeypatch.setattr("jspeed.run.run_directory.read_record", lambda *_: {"identity": same})
-    assert checkpoint_to_resume(tmp_path, 7, same, None) == checkpoint_to_resume(tmp_path, 7, same, 7)
+    assert checkpoint_to_resume(tmp_path, 7, same, None) == checkpoint_to_resume(
+        tmp_path, 7, same, 7
+    )
     assert "--steps 6: the run in" in said(lambda: checkpoint_to_resume(tmp_path, 7, same, 6))
 
 
 def test_a_run_that_is_another_names_what_differs(tmp_path):
-    before = {"LANES": 8, "STEPS": [3, 4], "recipe source": "a1", "recipe hash": "b1", "seed": 1, "--steps": 5}
+    before = {
+        "LANES": 8,
+        "STEPS": [3, 4],
+        "recipe source": "a1",
+        "recipe hash": "b1",
+        "seed": 1,
+        "--steps": 5,
+    }
 
     def refusal(saved, **changed):
         return said(lambda: check_same({"identity": saved}, before | changed, tmp_path))
 
     check_same({"identity": before}, before | {"STEPS": (3, 4), "--steps": 9, "--new": 1}, tmp_path)
     for saved, changed, message in [
-        (before, {"LANES": 16, "recipe hash": "b2"}, "was made with LANES 8 but this run has LANES 16; give"),
+        (
+            before,
+            {"LANES": 16, "recipe hash": "b2"},
+            "was made with LANES 8 but this run has LANES 16; give",
+        ),
         (before, {"seed": 2}, "was made with seed 1 but this run has seed 2; give"),
         (
             before,
             {"recipe source": "a2", "recipe hash": "b2"},
             "with recipe source a1 but this run has recipe source a2",
         ),
-        (before, {"LANES": 4, "STEPS": [3], "recipe hash": "b2"}, "LANES 8, STEPS [3, 4] but this run has LANES 4, ST"),
+        (
+            before,
+            {"LANES": 4, "STEPS": [3], "recipe hash": "b2"},
+            "LANES 8, STEPS [3, 4] but this run has LANES 4, ST",
+        ),
         ({f"F{n}": n for n in range(9)} | before, {}, "F5 5, and 3 more, but this run has F0 None"),
-        ({"GONE": 1} | before, {"recipe hash": "b2"}, "was made with GONE 1 but this run has GONE None"),
-        ({"recipe hash": "b1", "seed": 1}, {"recipe hash": "b2"}, "recipe hash b1 but this run has recipe hash b2"),
+        (
+            {"GONE": 1} | before,
+            {"recipe hash": "b2"},
+            "was made with GONE 1 but this run has GONE None",
+        ),
+        (
+            {"recipe hash": "b1", "seed": 1},
+            {"recipe hash": "b2"},
+            "recipe hash b1 but this run has recipe hash b2",
+        ),
     ]:
-        assert message in refusal(saved, **changed) and f"({tmp_path}/recipe.py)" in refusal(saved, **changed)
+        assert message in refusal(saved, **changed) and f"({tmp_path}/recipe.py)" in refusal(
+            saved, **changed
+        )
 
 
 def test_the_name_holds_the_time(tmp_path, monkeypatch):

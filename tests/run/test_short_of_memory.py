@@ -1,4 +1,5 @@
-"""A device that runs out of memory where the compiler said that a step fits: when tuning kernels, and in warm-up."""
+"""A device that runs out of memory where the compiler said that a step fits: when tuning kernels,
+and in warm-up."""
 
 import json
 import threading
@@ -16,7 +17,9 @@ from jspeed.run.train import train
 from ..data.on_disk import shard_bytes
 from ..toys import TOYS
 
-FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes")
+FULL = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes"
+)
 GPU = device.Device("gpu", "cudnn", "native", 65_536)
 CPU = device.Device("cpu", "xla", "emulated", 512)
 
@@ -71,9 +74,12 @@ def options(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for name in ("t_train_000.bin", "t_val_000.bin"):
         (tmp_path / "data" / name).write_bytes(shard_bytes(draw.integers(0, 272, 4000)))
-    monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    monkeypatch.setattr(
+        setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    )
     sets = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
-    return Options("track3", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets, sample=False, progress=False,
+    return Options("track3", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets,
+    sample=False, progress=False,
                    target_loss=9.0)  # fmt: skip
 
 

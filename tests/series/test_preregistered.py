@@ -21,7 +21,8 @@ from jspeed.series import preregistered
 
 from ..multi_process import REPOSITORY, ended, environment, shards, start, toy
 
-# What preregistered.py calls: writes the record of a run that took as long as its recipe's name says, or does as told.
+# What preregistered.py calls: writes the record of a run that took as long as its recipe's name
+# says, or does as told.
 TRAINER = """
     import os, sys, time
     from pathlib import Path
@@ -62,7 +63,13 @@ def calls(trainer: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "seeds"), [("n=3", [1, 2, 3]), ("seeds=4..6", [4, 5, 6]), ("n=2,seeds=7..8", [7, 8]), ("seeds=5..5", [5])]
+    ("text", "seeds"),
+    [
+        ("n=3", [1, 2, 3]),
+        ("seeds=4..6", [4, 5, 6]),
+        ("n=2,seeds=7..8", [7, 8]),
+        ("seeds=5..5", [5]),
+    ],
 )
 def test_seeds_of_a_plan_flag(text, seeds):
     assert preregistration.parse_seeds(text) == seeds
@@ -70,7 +77,19 @@ def test_seeds_of_a_plan_flag(text, seeds):
 
 @pytest.mark.parametrize(
     "text",
-    ["n=0", "4", "n=x", "n=3,seeds=1..4", "seeds=4..1", "seeds=1-4", "n=2,m=3", "n=-1", "", "n=²", "n=3,n=4"]
+    [
+        "n=0",
+        "4",
+        "n=x",
+        "n=3,seeds=1..4",
+        "seeds=4..1",
+        "seeds=1-4",
+        "n=2,m=3",
+        "n=-1",
+        "",
+        "n=²",
+        "n=3,n=4",
+    ]
     + ["n=1000000000,seeds=1..1000000000", "seeds=1..1000000000000", "n=1001", "n=" + "9" * 5000]
     + ["seeds=4294967295..4294967296"],
 )
@@ -80,18 +99,29 @@ def test_a_malformed_plan_flag_is_refused(text):
 
 
 def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
-    options = Options("stdlib", run_dir=trainer / "s", set_=("MUON_LR=0.03",), data=Path("here"), progress=False)
+    options = Options(
+        "stdlib", run_dir=trainer / "s", set_=("MUON_LR=0.03",), data=Path("here"), progress=False
+    )
     assert preregistered.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3
     assert "--data here --set MUON_LR=0.03 --no-progress" in calls(trainer)[0]
-    assert "mean loss 1.3920 <= 1.4, mean time 20.2 s, n=3; sd 0.0010, p = 0.0026" in capfd.readouterr().out
+    assert (
+        "mean loss 1.3920 <= 1.4, mean time 20.2 s, n=3; sd 0.0010, p = 0.0026"
+        in capfd.readouterr().out
+    )
     plan = (trainer / "s" / "plan.json").read_bytes()
     (trainer / "s" / "2-stdlib-s2" / "run.json").unlink()
     assert (
-        preregistered.run_series(options, "n=3") == 0 and len(calls(trainer)) == 4 and "--seed 2" in calls(trainer)[3]
+        preregistered.run_series(options, "n=3") == 0
+        and len(calls(trainer)) == 4
+        and "--seed 2" in calls(trainer)[3]
     )
     assert (trainer / "s" / "plan.json").read_bytes() == plan
-    for wrong, says in [({"seed": 5}, "leave --seed out"), ({"steps": 0}, "--steps 0"), ({"target_loss": nan}, "nan")]:
+    for wrong, says in [
+        ({"seed": 5}, "leave --seed out"),
+        ({"steps": 0}, "--steps 0"),
+        ({"target_loss": nan}, "nan"),
+    ]:
         with pytest.raises(BadInput, match=says):
             preregistered.run_series(dataclasses.replace(options, **wrong), "n=3")
     with pytest.raises(BadInput, match="holds another plan"):
@@ -99,8 +129,16 @@ def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
 
 
 def test_the_flags_of_options_are_parsed_to_the_same_options():
-    given = dict(data=Path("d"), layout="dp", mesh="data=2", micro_batch=8, preflight=False, target_loss=1.5)
-    given |= dict(max_minutes=0.5, set_=("A=1", "B=2"), keep_best=True, progress=False, log="wandb,tensorboard")
+    given = dict(
+        data=Path("d"), layout="dp", mesh="data=2", micro_batch=8, preflight=False, target_loss=1.5
+    )
+    given |= dict(
+        max_minutes=0.5,
+        set_=("A=1", "B=2"),
+        keep_best=True,
+        progress=False,
+        log="wandb,tensorboard",
+    )
     found = []
 
     def keep(options: Options) -> None:
@@ -112,7 +150,14 @@ def test_the_flags_of_options_are_parsed_to_the_same_options():
 
 
 def test_every_option_reaches_the_runs(trainer):
-    options = Options("stdlib", run_dir=trainer / "s", sample=False, checkpoint_every=5, layout="dp", keep_best=True)
+    options = Options(
+        "stdlib",
+        run_dir=trainer / "s",
+        sample=False,
+        checkpoint_every=5,
+        layout="dp",
+        keep_best=True,
+    )
     assert preregistered.run_series(options, "n=1") == 0
     assert "--layout dp --checkpoint-every 5 --keep-best --no-sample" in calls(trainer)[0]
 
@@ -128,7 +173,9 @@ def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
 
 def test_a_run_that_fails_stops_the_series(trainer):
     (trainer / "told").write_text("2 2")
-    with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):
+    with pytest.raises(
+        BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"
+    ):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
     with pytest.raises(SystemExit) as ended:
@@ -138,8 +185,11 @@ def test_a_run_that_fails_stops_the_series(trainer):
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_an_interrupted_run_is_resumed_or_stays_without_a_result(trainer, capfd, monkeypatch, checkpoint):
-    """It left a run.json, as Ctrl-C, SIGTERM and a full disk do; then the command is given again, twice."""
+def test_an_interrupted_run_is_resumed_or_stays_without_a_result(
+    trainer, capfd, monkeypatch, checkpoint
+):
+    """It left a run.json, as Ctrl-C, SIGTERM and a full disk do; then the command is given again,
+    twice."""
     options = Options("stdlib", run_dir=trainer / "s")
     (trainer / "told").write_text("2 130 left")
     with pytest.raises(SystemExit) as ended:
@@ -150,23 +200,40 @@ def test_an_interrupted_run_is_resumed_or_stays_without_a_result(trainer, capfd,
         assert preregistered.run_series(options, "n=3") == (0 if checkpoint else 1)
         assert ("note: 2-stdlib-s2 was interrupted" in capfd.readouterr().out) != checkpoint
     resumed = [line for line in calls(trainer) if "--resume" in line]
-    assert len(calls(trainer)) == 3 + checkpoint and [("--seed 2" in line) for line in resumed] == [True] * checkpoint
+    assert (
+        len(calls(trainer)) == 3 + checkpoint
+        and [("--seed 2" in line) for line in resumed] == [True] * checkpoint
+    )
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
-    assert preregistered.race("shakespeare-char", "stdlib", 2, trainer / "r", None, ["--data", "a folder"]) == 0
+    assert (
+        preregistered.race(
+            "shakespeare-char", "stdlib", 2, trainer / "r", None, ["--data", "a folder"]
+        )
+        == 0
+    )
     order = [(line.split()[0], int(line.split("--seed ")[1].split()[0])) for line in calls(trainer)]
     a, b = "shakespeare-char", "stdlib"
     assert order == [(a, 1), (b, 1), (b, 2), (a, 2), (a, 3), (b, 3), (b, 4), (a, 4)]
     assert "--data a folder" in calls(trainer)[0]
     out = capfd.readouterr().out
     logs = [(20.1 * 20.2 / (30.1 * 30.2)) ** 0.5, (20.3 * 20.4 / (30.3 * 30.4)) ** 0.5]
-    assert f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out and "2 rounds of A B B A" in out
+    assert (
+        f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out and "2 rounds of A B B A" in out
+    )
     for bad, says in [
         (dict(flags=["--seed", "3"]), "holds --seed"),
         (dict(flags=["--set=A=1"]), "holds --set"),
     ]:
-        values = {"a": a, "b": b, "rounds": 1, "folder": trainer / "x", "steps": None, "flags": []} | bad
+        values = {
+            "a": a,
+            "b": b,
+            "rounds": 1,
+            "folder": trainer / "x",
+            "steps": None,
+            "flags": [],
+        } | bad
         with pytest.raises(BadInput, match=says):
             preregistered.race(**values)
     with pytest.raises(BadInput, match="the same recipe"):
@@ -177,9 +244,13 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_run_and_its_code_comes_back(tmp_path, number):
     program = (
-        f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(143)); print('up', flush=True)"
+        f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(143));"
+        " print('up', flush=True)"
     )
-    parent = "import sys; from jspeed.series.preregistered import run_child; sys.exit(run_child(sys.argv[1:]))"
+    parent = (
+        "import sys; from jspeed.series.preregistered import run_child;"
+        " sys.exit(run_child(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"
@@ -194,7 +265,10 @@ def test_a_run_keeps_to_its_plan(tmp_path):
     )
     preregistration.write_preregistration(tmp_path, plan)
     good = tmp_path / "2-stdlib-s2"
-    assert preregistration.place_in_plan(good, "abc", 2, 40) == {"sha256": plan["sha256"], "folder": "2-stdlib-s2"}
+    assert preregistration.place_in_plan(good, "abc", 2, 40) == {
+        "sha256": plan["sha256"],
+        "folder": "2-stdlib-s2",
+    }
     for arguments, says in [
         ((good, "abd", 2, 40), "plans recipe hash abc for this folder, found abd"),
         ((good, "abc", 1, 40), "plans seed 2 for this folder, found 1"),
@@ -213,21 +287,42 @@ def test_two_real_runs_of_a_plan(tmp_path):
     shards(tmp_path / "shards")
     fields = toy("STEPS=6", "EVAL_EVERY=3", "LAYERS=1")
     common = ["--data", "shards", "--run-dir", "plan", "--no-progress"]
-    ((code, out, err),) = ended([start(tmp_path, environment(), *common, "--plan", "n=2", "--steps", 4, *fields)])
+    ((code, out, err),) = ended(
+        [start(tmp_path, environment(), *common, "--plan", "n=2", "--steps", 4, *fields)]
+    )
     assert code == 0 and "mean loss" in out, err
     plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    runs = [json.loads((tmp_path / "plan" / run["folder"] / "run.json").read_text()) for run in plan["runs"]]
-    assert [run["seed"] for run in runs] == [1, 2] and runs[0]["initial_state"] != runs[1]["initial_state"]
+    runs = [
+        json.loads((tmp_path / "plan" / run["folder"] / "run.json").read_text())
+        for run in plan["runs"]
+    ]
+    assert [run["seed"] for run in runs] == [1, 2] and runs[0]["initial_state"] != runs[1][
+        "initial_state"
+    ]
     assert [run["plan"]["folder"] for run in runs] == ["1-stdlib-s1", "2-stdlib-s2"]
-    assert all(run["asked_steps"] == plan["steps"] == 4 and run["started"] >= plan["made"] for run in runs)
-    wrong = ["--data", "shards", "--run-dir", "plan/2-stdlib-s2", "--seed", 3, "--steps", 4, *fields]
+    assert all(
+        run["asked_steps"] == plan["steps"] == 4 and run["started"] >= plan["made"] for run in runs
+    )
+    wrong = [
+        "--data",
+        "shards",
+        "--run-dir",
+        "plan/2-stdlib-s2",
+        "--seed",
+        3,
+        "--steps",
+        4,
+        *fields,
+    ]
     ((code, _, err),) = ended([start(tmp_path, environment(), *wrong)])
     assert code == 2 and "plans seed 2 for this folder, found 3" in err and err.count("\n") == 1
     ((code, out, err),) = ended(
         [start(tmp_path, environment(), "add", "plan", "--records", "r", script="leaderboard.py")]
     )
     assert code == 0 and out.count("added") == 2, err
-    ((code, out, _),) = ended([start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")])
+    ((code, out, _),) = ended(
+        [start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")]
+    )
     assert code == 0 and "all numbers verified" in out
 
 
@@ -240,19 +335,27 @@ def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path,
 
 
 def test_planned_runs_start_from_their_seeds(trainer):
-    with pytest.raises(BadInput, match="--plan and --init-from: planned runs start from their seeds"):
+    with pytest.raises(
+        BadInput, match="--plan and --init-from: planned runs start from their seeds"
+    ):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s", init_from=trainer), "n=1")
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path):
-    plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
+    plan = preregistration.make_preregistration(
+        "seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)]
+    )
     preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
-    with pytest.raises(BadInput, match="field 'schema': expected 1, the one that this jspeed reads, found 9"):
+    with pytest.raises(
+        BadInput, match="field 'schema': expected 1, the one that this jspeed reads, found 9"
+    ):
         preregistration.read_preregistration(tmp_path / "plan.json")
 
 
 def test_the_current_folder_has_its_place_in_the_plan(tmp_path, monkeypatch):
-    plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)])
+    plan = preregistration.make_preregistration(
+        "seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)]
+    )
     preregistration.write_preregistration(tmp_path, plan)
     (tmp_path / "1-stdlib-s1").mkdir()
     monkeypatch.chdir(tmp_path / "1-stdlib-s1")

@@ -1,1 +1,2 @@
-"""Many processes as one program: launch, rendezvous, jax.distributed, and one exit when any process fails."""
+"""Many processes as one program: launch, rendezvous, jax.distributed, and one exit when any process
+fails."""

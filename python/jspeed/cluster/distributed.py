@@ -1,7 +1,8 @@
-"""Join several processes by ``jax.distributed``; broadcast and gather values, and check what must be equal on all.
+"""Join several processes by ``jax.distributed``; broadcast and gather values, and check what must
+be equal on all.
 
-:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles errors. In a
-single process every function here does nothing.
+:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles
+errors. In a single process every function here does nothing.
 """
 
 import json
@@ -20,8 +21,11 @@ from jspeed.cluster.rendezvous import proxy, rendezvous, reserved_port
 from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
 from jspeed.errors import BadInput, first_line, say
 
-LIMIT = 3600  # seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed sooner
-# JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires: ours come first.
+# seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed
+# sooner
+LIMIT = 3600
+# JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires:
+# ours come first.
 JAX_LIMIT = 86_400
 
 
@@ -36,14 +40,19 @@ class Store(Protocol):
 _rank: Rank | None = None
 _joined = False
 _gathered: Counter[str] = Counter()  # how often a name was used: a key of JAX's store is set once
-connections: dict[int, socket.socket] = {}  # by the peer's rank: process 0 has one to each, the others one to process 0
+# by the peer's rank: process 0 has one to each, the others one to process 0
+connections: dict[int, socket.socket] = {}
 
 
-def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
-    """Join the other processes, once; later calls do nothing. Call before anything asks JAX for devices.
+def initialise(
+    coordinator: str | None = None, processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Join the other processes, once; later calls do nothing. Call before anything asks JAX for
+    devices.
 
-    The arguments are process 0's HOST:PORT, the number of processes and the index of this one; without them the
-    launcher's variables say it. Raises :class:`BadInput` when one is missing after ``JSPEED_WAIT_SECONDS`` (120).
+    The arguments are process 0's HOST:PORT, the number of processes and the index of this one;
+    without them the launcher's variables say it. Raises :class:`BadInput` when one is missing after
+    ``JSPEED_WAIT_SECONDS`` (120).
     """
     global _rank, _joined
     if _rank is not None:
@@ -52,7 +61,10 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     if rank is None:
         tasks = os.environ.get("SLURM_NTASKS", "1")
         if tasks != "1" and coordinator is None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-            say(f"note: srun did not start this process as one of the {tasks} tasks of Slurm's job: it runs alone")
+            say(
+                f"note: srun did not start this process as one of the {tasks} tasks of Slurm's job:"
+                " it runs alone"
+            )
         return
     _rank = rank
     wait, silence = wait_limit(), heartbeat_limit()
@@ -61,7 +73,9 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     # With the service on, JAX would take SIGTERM and ignore it.
     jax.config.update("jax_enable_preemption_service", False)
     # gRPC would use a site's HTTP proxy; JAX only warns of that.
-    os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1"]))
+    os.environ["no_grpc_proxy"] = ",".join(
+        filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1"])
+    )
     jax.config.update("jax_check_proxy_envs", False)
 
     with reserved_port() as own_port:  # process 0's is the service's
@@ -84,8 +98,8 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
             with_timeout(wait, join)
         except TimeoutError:
             raise BadInput(
-                f"process {rank.index} of {rank.count} registered, but JAX did not connect at {host}:{port} within "
-                f"{wait:g} s; open all ports between the nodes"
+                f"process {rank.index} of {rank.count} registered, but JAX did not connect at"
+                f" {host}:{port} within {wait:g} s; open all ports between the nodes"
             ) from None
         except jax.errors.JaxRuntimeError:
             raise
@@ -111,7 +125,8 @@ def single_process() -> bool:
 
 
 def client() -> Store | None:
-    """The key-value store that all processes share, or None before they have joined and in a single process."""
+    """The key-value store that all processes share, or None before they have joined and in a single
+    process."""
     return jax_versions.key_value_store() if _joined else None
 
 
@@ -121,7 +136,8 @@ def broadcast(name: str, value: Any) -> Any:
 
 
 def gather(name: str, value: Any) -> list[Any]:
-    """Return the ``value``, any JSON, of every process, by index; all call this as often with a ``name``.
+    """Return the ``value``, any JSON, of every process, by index; all call this as often with a
+    ``name``.
 
     Raises :class:`BadInput` as :func:`barrier` does.
     """
@@ -133,7 +149,10 @@ def gather(name: str, value: Any) -> list[Any]:
         name = f"{name}, time {times}"
     store.key_value_set(f"jspeed/{name}/{process_index()}", json.dumps(value))
     barrier(name)
-    found = {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(f"jspeed/{name}/")}
+    found = {
+        int(key.rpartition("/")[2]): text
+        for key, text in store.key_value_dir_get(f"jspeed/{name}/")
+    }
     return [json.loads(found[index]) for index in range(process_count())]
 
 
@@ -147,11 +166,14 @@ def barrier(name: str) -> None:
         try:
             with_timeout(LIMIT, lambda: store.wait_at_barrier(f"jspeed/{name}", 1000 * JAX_LIMIT))
         except TimeoutError:
-            raise BadInput(f"process {process_index()} waited {LIMIT:g} s for the others ({name})") from None
+            raise BadInput(
+                f"process {process_index()} waited {LIMIT:g} s for the others ({name})"
+            ) from None
 
 
 def require_equal(facts: Mapping[str, Any]) -> None:
-    """Check that ``facts`` are equal on all processes, and wait for all; BadInput names the first that differs."""
+    """Check that ``facts`` are equal on all processes, and wait for all; BadInput names the first
+    that differs."""
     if client() is None:
         return
     mine = json.loads(json.dumps(facts, default=str))
@@ -159,7 +181,7 @@ def require_equal(facts: Mapping[str, Any]) -> None:
     for name, value in mine.items():
         if first.get(name) != value:
             raise BadInput(
-                f"{name} is {value} here but {first.get(name)} on process 0; start all processes with the same "
-                "command, code and data"
+                f"{name} is {value} here but {first.get(name)} on process 0; start all processes"
+                " with the same command, code and data"
             )
     barrier("facts-agree")

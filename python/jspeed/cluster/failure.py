@@ -1,17 +1,19 @@
-"""When one process fails or stops answering, all exit: one error message from process 0, the exit code of the cause.
+"""When one process fails or stops answering, all exit: one error message from process 0, the exit
+code of the cause.
 
-On its connection of the rendezvous every process but process 0 exchanges heartbeats and messages with process 0, which
-passes messages on to all; the connection's end is a death. Threads read it and exit on their own, because the main
-thread may be blocked in a collective whose peer is dead.
+On its connection of the rendezvous every process but process 0 exchanges heartbeats and messages
+with process 0, which passes messages on to all; the connection's end is a death. Threads read it
+and exit on their own, because the main thread may be blocked in a collective whose peer is dead.
 
 What JAX offers instead, tried with 0.10.2 on two processes of CPUs, one of them killed or stopped:
 
-- By default the survivor ends by SIGABRT after 13 to 32 lines of C++, the process that died among them as a number or
-  not at all: at once where process 0 was killed, else after ``heartbeat_timeout_seconds``, also for a killed worker.
-- With ``jax_enable_recoverability`` process 0 is not told of a worker's death and waits for it without an end; the
-  workers end by SIGABRT as before when process 0 dies.
-- The client's ``missed_heartbeat_callback``, which is private, ends in ``std::bad_cast`` and SIGABRT when it is called,
-  with 0.12.0 too.
+- By default the survivor ends by SIGABRT after 13 to 32 lines of C++, the process that died among
+  them as a number or not at all: at once where process 0 was killed, else after
+  ``heartbeat_timeout_seconds``, also for a killed worker.
+- With ``jax_enable_recoverability`` process 0 is not told of a worker's death and waits for it
+  without an end; the workers end by SIGABRT as before when process 0 dies.
+- The client's ``missed_heartbeat_callback``, which is private, ends in ``std::bad_cast`` and
+  SIGABRT when it is called, with 0.12.0 too.
 """
 
 import json
@@ -34,8 +36,18 @@ from jspeed.errors import FAULT, PEER_LOST, BadInput, Terminated, first_line, sa
 
 TICK = 0.3  # seconds between two heartbeats
 _FAILURE = "failure"
-CONNECTION_ERRORS = ("gloo", "Gloo", "onnection", "heartbeat", "UNAVAILABLE", "another task died", "NCCL", "barrier")
-AROUND = (__name__, "jspeed.cluster.join", "jspeed")  # modules of the frames around a program, which tell it nothing
+CONNECTION_ERRORS = (
+    "gloo",
+    "Gloo",
+    "onnection",
+    "heartbeat",
+    "UNAVAILABLE",
+    "another task died",
+    "NCCL",
+    "barrier",
+)
+# modules of the frames around a program, which tell it nothing
+AROUND = (__name__, "jspeed.cluster.join", "jspeed")
 
 _handlers: dict[str, Callable[[str], None]] = {}
 _received: dict[str, str] = {}  # the first value of each message
@@ -48,7 +60,8 @@ _exiting, _messages, _sending = threading.Lock(), threading.Lock(), threading.Lo
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Exit all processes when one raises: one error message from process 0, the exit code of the cause.
+    """Exit all processes when one raises: one error message from process 0, the exit code of the
+    cause.
 
     In a single process exceptions propagate as usual.
     """
@@ -71,7 +84,8 @@ def fail_together() -> Iterator[None]:
 
 
 def watch() -> None:
-    """Start the threads, once the processes have joined, that exit when another process fails or stops answering."""
+    """Start the threads, once the processes have joined, that exit when another process fails or
+    stops answering."""
     if connections and not _threads:
         on_message(_FAILURE, _exit_as_told)
         _start(_send_heartbeats)
@@ -80,7 +94,8 @@ def watch() -> None:
 
 
 def on_message(name: str, handler: Callable[[str], None]) -> None:
-    """Run ``handler`` once, in its own thread, on the first value that any process publishes as ``name``.
+    """Run ``handler`` once, in its own thread, on the first value that any process publishes as
+    ``name``.
 
     A name works once in a program.
     """
@@ -91,7 +106,8 @@ def on_message(name: str, handler: Callable[[str], None]) -> None:
 
 
 def publish(name: str, value: str) -> None:
-    """Send ``value`` as ``name`` to all processes, this one included (:func:`on_message`); the first value counts."""
+    """Send ``value`` as ``name`` to all processes, this one included (:func:`on_message`); the
+    first value counts."""
     if process_index():
         _send(connections[0], [name, value])
     else:
@@ -99,13 +115,15 @@ def publish(name: str, value: str) -> None:
 
 
 def on_failure(cleanup: Callable[[], None]) -> Callable[[], None]:
-    """Register ``cleanup`` for an exit that another process causes; returns a function that removes it again."""
+    """Register ``cleanup`` for an exit that another process causes; returns a function that removes
+    it again."""
     _cleanups.append(cleanup)
     return lambda: _cleanups.remove(cleanup)
 
 
 def sleep_unless_over(seconds: float) -> bool:
-    """Sleep in a thread that :func:`on_message` started; return whether the program, and so the thread, must end."""
+    """Sleep in a thread that :func:`on_message` started; return whether the program, and so the
+    thread, must end."""
     return _over.wait(seconds)
 
 
@@ -135,7 +153,10 @@ def _listen(index: int, connection: socket.socket) -> None:
     Silence is counted in ticks of this process: while both are suspended none passes.
     """
     silence, quiet, data = heartbeat_limit(), 0, b""
-    text = f"no heartbeat from process {index} for {silence:g} s: it was stopped, hangs, or is unreachable"
+    text = (
+        f"no heartbeat from process {index} for {silence:g} s: it was stopped, hangs, or is"
+        " unreachable"
+    )
     connection.settimeout(TICK)
     while quiet * TICK <= silence and not _over.is_set():
         try:
@@ -146,7 +167,9 @@ def _listen(index: int, connection: socket.socket) -> None:
         except OSError:
             part = b""
         if not part:
-            text = f"process {index} exited without an error message; see its output or its launcher's"
+            text = (
+                f"process {index} exited without an error message; see its output or its launcher's"
+            )
             break
         quiet = 0
         *lines, data = (data + part).split(b"\n")
@@ -188,7 +211,8 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
             return f"sys.exit({error.code})", error.code % 256 or 1
         return str(error.code), 1
     first = first_line(error)
-    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or re.match("[A-Z_]+: ", first)  # some are a ValueError
+    # some are a ValueError
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or re.match("[A-Z_]+: ", first)
     if of_jax and any(word in str(error) for word in CONNECTION_ERRORS):
         _over.wait(2)  # one of the threads may know which process it was
         return f"lost the connection to another process ({first})", PEER_LOST
@@ -200,7 +224,8 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
 
 
 def _report_and_exit(text: str, code: int) -> NoReturn:
-    """Send the failure to all processes, let process 0 report it, and exit without waiting for anyone to finish."""
+    """Send the failure to all processes, let process 0 report it, and exit without waiting for
+    anyone to finish."""
     if _threads:  # else there are no others yet
         publish(_FAILURE, json.dumps({"text": text, "code": code}))
         time.sleep(10)  # _exit_as_told comes first, with this failure or an earlier one
@@ -208,7 +233,8 @@ def _report_and_exit(text: str, code: int) -> NoReturn:
 
 
 def _exit(text: str | None, code: int) -> NoReturn:
-    """Exit at once, without JAX's shutdown barrier and without destructors of a half-initialised service.
+    """Exit at once, without JAX's shutdown barrier and without destructors of a half-initialised
+    service.
 
     Process 0 serves JAX and so exits last, unless another one takes more than 5 s.
     """
@@ -221,6 +247,11 @@ def _exit(text: str | None, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     until = time.monotonic() + 5
-    while process_index() == 0 and _threads and len(_lost) < len(connections) and time.monotonic() < until:
+    while (
+        process_index() == 0
+        and _threads
+        and len(_lost) < len(connections)
+        and time.monotonic() < until
+    ):
         time.sleep(0.05)
     os._exit(code)

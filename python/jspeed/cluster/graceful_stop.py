@@ -11,8 +11,9 @@ _REQUEST, _STEPS = "stop", "jspeed/steps/"
 class GracefulStop:
     """Lets any process request a stop at any time; all processes end the loop after the same step.
 
-    Every process calls :meth:`reached` once a step. Processes that share collectives are at most a few steps apart:
-    on a request each one pauses and publishes the step that it has begun, and all stop after the furthest of them.
+    Every process calls :meth:`reached` once a step. Processes that share collectives are at most a
+    few steps apart: on a request each one pauses and publishes the step that it has begun, and all
+    stop after the furthest of them.
     """
 
     def __init__(self) -> None:
@@ -24,11 +25,13 @@ class GracefulStop:
         on_message(_REQUEST, self._agree)
 
     def request(self, why: str) -> None:
-        """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first request counts."""
+        """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first
+        request counts."""
         self._why = self._why or why
 
     def reached(self, step: int) -> str | None:
-        """Report that ``step`` is about to begin; return why to stop instead, on all processes at the same step."""
+        """Report that ``step`` is about to begin; return why to stop instead, on all processes at
+        the same step."""
         if process_count() == 1:
             return self._why
         if self._why and not self._sent:

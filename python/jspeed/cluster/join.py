@@ -1,4 +1,5 @@
-"""Programs on several processes: they join, one of them prints, they end together, and each can tell the others.
+"""Programs on several processes: they join, one of them prints, they end together, and each can
+tell the others.
 
 :func:`jspeed.join` is this for programs of one's own; ``jspeed run`` is one of ours.
 """
@@ -27,28 +28,31 @@ class Processes:
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every process, by index. All must call this, and equally often.
 
-        Values travel as JSON: numbers, strings, lists, dictionaries with strings as keys; numbers and arrays of NumPy
-        and JAX become Python's numbers and lists. This is for results; large arrays are for JAX's collectives.
+        Values travel as JSON: numbers, strings, lists, dictionaries with strings as keys; numbers
+        and arrays of NumPy and JAX become Python's numbers and lists. This is for results; large
+        arrays are for JAX's collectives.
         """
         return [said[0] for said in self._meet([value])]
 
     def result(self, record: Mapping[str, Any]) -> None:
-        """Leave this process's record, as JSON, for ``jspeed launch --results FILE``; the last one counts.
+        """Leave this process's record, as JSON, for ``jspeed launch --results FILE``; the last one
+        counts.
 
         The launcher adds ``rank`` and ``exit_code``. Without ``--results`` this does nothing.
         """
         write_result(_json(dict(record)))
 
     def _meet(self, mine: list[Any]) -> list[Any]:
-        """Wait for all, at the next :meth:`gather` or, with an empty list, at the end; return what each brought."""
+        """Wait for all, at the next :meth:`gather` or, with an empty list, at the end; return what
+        each brought."""
         if self.count > 1 and distributed.client() is None:
             raise RuntimeError("the block of jspeed.join() has ended; call gather() inside")
         everyone = [json.loads(text) for text in distributed.gather("gather or end", _json(mine))]
         gone = [str(index) for index, said in enumerate(everyone) if not said]
         if 0 < len(gone) < self.count:
             raise BadInput(
-                f"gather() is called by some processes while others are at the end of jspeed.join() (process "
-                f"{', '.join(gone)}); call it on all processes, equally often"
+                "gather() is called by some processes while others are at the end of jspeed.join()"
+                f" (process {', '.join(gone)}); call it on all processes, equally often"
             )
         return everyone
 
@@ -78,11 +82,15 @@ def join() -> Iterator[Processes]:
 def joined(
     coordinator: str | None = None, processes: int | None = None, process_id: int | None = None
 ) -> Iterator[Processes]:
-    """Join as :func:`distributed.initialise` does and, with several processes, end together; process 0 alone prints."""
+    """Join as :func:`distributed.initialise` does and, with several processes, end together;
+    process 0 alone prints."""
     end: SystemExit | None = None
     with failure.fail_together():
         if distributed.process_count() > 1:
-            raise BadInput("the processes have joined before; a program joins once, around all that it does with JAX")
+            raise BadInput(
+                "the processes have joined before; a program joins once, around all that it does"
+                " with JAX"
+            )
         distributed.initialise(coordinator, processes, process_id)
         together = Processes(distributed.process_index(), distributed.process_count())
         if together.count > 1:

@@ -1,7 +1,8 @@
-"""Start and watch this node's processes of one run, with torchrun's flags; needs neither jax nor torch.
+"""Start and watch this node's processes of one run, with torchrun's flags; needs neither jax nor
+torch.
 
-The processes read their rank from torchrun's variables. When one fails, the others get time to exit, then SIGTERM,
-then SIGKILL; then all may be restarted (--max-restarts).
+The processes read their rank from torchrun's variables. When one fails, the others get time to
+exit, then SIGTERM, then SIGKILL; then all may be restarted (--max-restarts).
 """
 
 import ctypes
@@ -31,10 +32,12 @@ from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
 RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results
-FAILURE_GRACE = 10.0  # the most seconds from SIGTERM to SIGKILL after a failure: nothing is left to save
+# the most seconds from SIGTERM to SIGKILL after a failure: nothing is left to save
+FAILURE_GRACE = 10.0
 MOST_PROCESSES = 65_536  # of all nodes; no run has as many, and --dry-run prints a line for each
 GRACE = Rule("seconds from 0 to 86400", lambda value: 0 <= value <= 86_400)
-ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
+# exit codes that a restart would not change: done, target missed, bad input, stopped
+ENDED = {0, 1, 2, 130, 143}
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,12 @@ class Launch:
     """What to start, and how: the flags of ``jspeed launch``.
 
     Args:
-        command: The word run and its arguments, as after jspeed run; or a Python script and its arguments.
+        command: The word run and its arguments, as after jspeed run; or a Python script and its
+            arguments.
         nnodes: Number of nodes.
         node_rank: Which node this is, from 0.
-        nproc_per_node: Processes on each node; gpu: one for each GPU; auto: the same, and 1 without GPUs.
+        nproc_per_node: Processes on each node; gpu: one for each GPU; auto: the same, and 1 without
+            GPUs.
         master_addr: Name or address of node 0, IPv6 with or without brackets.
         master_port: A free port on node 0.
         max_restarts: Restart after a failure, at most so many times.
@@ -76,25 +81,35 @@ class Launch:
                 raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
             return count or 1
         if not re.fullmatch("[1-9][0-9]{0,4}", self.nproc_per_node):
-            raise BadInput(f"--nproc-per-node {self.nproc_per_node}: give a number from 1 on, or gpu")
+            raise BadInput(
+                f"--nproc-per-node {self.nproc_per_node}: give a number from 1 on, or gpu"
+            )
         return int(self.nproc_per_node)
 
 
 def check(launch: Launch) -> None:
     """Raise :class:`BadInput` for flags that are wrong or do not go together."""
     if launch.node_rank >= launch.nnodes:
-        raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
+        raise BadInput(
+            f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to"
+            " nnodes - 1"
+        )
     if valid_host(launch.master_addr) is None:
-        raise BadInput(f"--master-addr {launch.master_addr!r}: expected {HOST}; a port is given by --master-port")
+        raise BadInput(
+            f"--master-addr {launch.master_addr!r}: expected {HOST}; a port is given by"
+            " --master-port"
+        )
     if launch.standalone and launch.nnodes > 1:
-        raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
+        raise BadInput(
+            f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out"
+        )
     if launch.nnodes * launch.local_count > MOST_PROCESSES:
         asked = f"--nnodes {launch.nnodes} --nproc-per-node {launch.local_count}"
         raise BadInput(f"{asked}: at most {MOST_PROCESSES:,} processes can make a run; give fewer")
     if launch.master_port + launch.max_restarts > 65_535 and not launch.standalone:
         raise BadInput(
-            f"--master-port {launch.master_port} --max-restarts {launch.max_restarts}: each restart uses the next "
-            "port, up to 65535; give a smaller port or fewer restarts"
+            f"--master-port {launch.master_port} --max-restarts {launch.max_restarts}: each restart"
+            " uses the next port, up to 65535; give a smaller port or fewer restarts"
         )
 
 
@@ -118,7 +133,8 @@ def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[s
 
 
 def write_result(text: str) -> None:
-    """Leave this process's result, a JSON object, for the launcher's --results; without --results do nothing."""
+    """Leave this process's result, a JSON object, for the launcher's --results; without --results
+    do nothing."""
     if path := os.environ.get(RESULT):
         write_whole(Path(path), text)
 
@@ -135,7 +151,8 @@ def dry_run_lines(launch: Launch) -> list[str]:
 
 
 def run(launch: Launch) -> int:
-    """Start, watch, restart; returns the exit code of this node's first process that failed (128 + signal), or 0."""
+    """Start, watch, restart; returns the exit code of this node's first process that failed (128 +
+    signal), or 0."""
     if launch.nnodes > 1 and launch.master_addr.strip("[]") in ("127.0.0.1", "::1", "localhost"):
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
     for attempt in range(launch.max_restarts + 1):
@@ -158,29 +175,38 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM if the launcher is killed, so that none is orphaned."""
+    """Have the kernel send this process SIGTERM if the launcher is killed, so that none is
+    orphaned."""
     if _prctl:
         _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
-    """Start this node's processes and wait for them; return the exit code, and whether --results could be written."""
+    """Start this node's processes and wait for them; return the exit code, and whether --results
+    could be written."""
     received: list[int] = []  # signals: handlers do no work
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in signals}
+    previous = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in signals
+    }
     processes: dict[int, subprocess.Popen[str]] = {}  # by rank
     pumps: list[threading.Thread] = []
     with tempfile.TemporaryDirectory(prefix="jspeed-results-") as results:
         for local in range(launch.local_count):
             rank = launch.node_rank * launch.local_count + local
             result = {RESULT: str(Path(results, str(rank)))} if launch.results else {}
-            processes[rank] = _start(launch, variables(launch, launch.node_rank, local, attempt) | result)
+            processes[rank] = _start(
+                launch, variables(launch, launch.node_rank, local, attempt) | result
+            )
             pumps += _prefix(processes[rank], rank)
         code = _watch(launch, processes, received)
         _join(pumps)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        return code, launch.results is None or _write_results(launch.results, Path(results), processes)
+        return code, launch.results is None or _write_results(
+            launch.results, Path(results), processes
+        )
 
 
 def _start(launch: Launch, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
@@ -199,7 +225,8 @@ def _start(launch: Launch, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
 
 
 def _prefix(process: "subprocess.Popen[str]", rank: int) -> Iterator[threading.Thread]:
-    """Start the threads that pass on the lines of a process, each with its rank; none where it writes them itself."""
+    """Start the threads that pass on the lines of a process, each with its rank; none where it
+    writes them itself."""
 
     def pump(source: TextIO, target: TextIO) -> None:
         with source:
@@ -222,11 +249,13 @@ def _join(pumps: list[threading.Thread]) -> None:
         pump.join(max(0, until - time.monotonic()))
 
 
-def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", received: list[int]) -> int:
+def _watch(
+    launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", received: list[int]
+) -> int:
     """Return when all processes have ended: the code of the first that failed, or 0.
 
-    Signals that are ``received`` are sent on; the grace period starts with the first one that ends the run. After a
-    failure the others get time to exit, then SIGTERM, then SIGKILL.
+    Signals that are ``received`` are sent on; the grace period starts with the first one that ends
+    the run. After a failure the others get time to exit, then SIGTERM, then SIGKILL.
     """
     code, stop, why = 0, 0, ""
     end_at = kill_at = math.inf
@@ -244,12 +273,16 @@ def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", rec
             if number != signal.SIGUSR1 and not stop:
                 stop, kill_at = number, now + launch.grace
         ended = [rank for rank, process in alive.items() if process.poll() is not None]
-        for rank in sorted(ended, key=lambda rank: alive[rank].returncode == PEER_LOST):  # after the one that was lost
+        # after the one that was lost
+        for rank in sorted(ended, key=lambda rank: alive[rank].returncode == PEER_LOST):
             returned = alive.pop(rank).returncode
             if returned and not code:
                 code = 128 - returned if returned < 0 else returned
                 if not stop:
-                    why, end_at = f"rank {rank} ended with exit code {returned}", now + SETTLE_SECONDS
+                    why, end_at = (
+                        f"rank {rank} ended with exit code {returned}",
+                        now + SETTLE_SECONDS,
+                    )
                     if returned < 0:  # it could not say so itself
                         why = f"rank {rank} was killed by {signal.Signals(-returned).name}"
                         say(f"launch: {why}")
@@ -265,15 +298,20 @@ def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", rec
     return 128 + stop if stop and code not in (0, 1) else code
 
 
-def _write_results(path: Path, folder: Path, processes: "Mapping[int, subprocess.Popen[str]]") -> bool:
-    """Write --results, a list of objects, one for each process; print why it cannot be written and return False."""
+def _write_results(
+    path: Path, folder: Path, processes: "Mapping[int, subprocess.Popen[str]]"
+) -> bool:
+    """Write --results, a list of objects, one for each process; print why it cannot be written and
+    return False."""
     records = []
     for rank, process in processes.items():
         record: dict[str, Any] = {"rank": rank, "exit_code": process.returncode}
-        with suppress(OSError, ValueError, TypeError):  # a process that was killed may have written half of it
+        # a process that was killed may have written half of it
+        with suppress(OSError, ValueError, TypeError):
             record |= json.loads((folder / str(rank)).read_text()) | record
         if rank == 0:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # a program's own record may have any run_dir
+            # a program's own record may have any run_dir
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
         records.append(record)
     try:

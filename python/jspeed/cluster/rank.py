@@ -1,9 +1,10 @@
-"""The rank of this process and where process 0 is, from flags or the variables of its launcher. No jax here.
+"""The rank of this process and where process 0 is, from flags or the variables of its launcher. No
+jax here.
 
-Some sets of variables hold the address of process 0: those of torchrun, ``jspeed launch`` and Kubeflow, which scripts
-set by hand too. The launchers of MPI, Flux and Slurm give none, and where several started one another the innermost
-counts. Half a set is completed by a launcher's, with which it must agree, or is an error: a process that may be one of
-several does not train alone.
+Some sets of variables hold the address of process 0: those of torchrun, ``jspeed launch`` and
+Kubeflow, which scripts set by hand too. The launchers of MPI, Flux and Slurm give none, and where
+several started one another the innermost counts. Half a set is completed by a launcher's, with
+which it must agree, or is an error: a process that may be one of several does not train alone.
 """
 
 import re
@@ -24,7 +25,8 @@ HOST = "a host's name or address, such as node0, 10.0.0.1 or fd00::1"
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank ``index`` of ``count`` processes, and ``local_index`` of the ``local_count`` processes of this node.
+    """Rank ``index`` of ``count`` processes, and ``local_index`` of the ``local_count`` processes
+    of this node.
 
     ``coordinator`` is HOST:PORT of process 0, an IPv6 address in brackets.
     """
@@ -37,7 +39,8 @@ class Rank:
 
 
 class Names(NamedTuple):
-    """What a launcher calls the parts of a :class:`Rank`; ``address`` is HOST:PORT, or HOST and PORT.
+    """What a launcher calls the parts of a :class:`Rank`; ``address`` is HOST:PORT, or HOST and
+    PORT.
 
     ``common`` names are also used for other things: one of them alone says nothing.
     """
@@ -56,12 +59,22 @@ class Names(NamedTuple):
 
     def present(self, env: Mapping[str, str]) -> list[str]:
         """The variables of the set that are there."""
-        every = dict.fromkeys((self.rank, self.size, self.local_rank, self.local_size, *self.address))
+        every = dict.fromkeys(
+            (self.rank, self.size, self.local_rank, self.local_size, *self.address)
+        )
         return [name for name in every if name in env]
 
 
-TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"), common=True)
-TRAINER = Names("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", address=("JAX_COORDINATOR_ADDRESS",))  # Kubeflow Trainer's
+TORCHRUN = Names(
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    ("MASTER_ADDR", "MASTER_PORT"),
+    common=True,
+)
+# Kubeflow Trainer's
+TRAINER = Names("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", address=("JAX_COORDINATOR_ADDRESS",))
 JAXJOB = Names(  # Kubeflow Training Operator's
     "PROCESS_ID", "NUM_PROCESSES", address=("COORDINATOR_ADDRESS", "COORDINATOR_PORT"), common=True
 )
@@ -69,11 +82,18 @@ ADDRESSED = (TORCHRUN, TRAINER, JAXJOB)
 OPEN_MPI, *OTHER_MPI = (
     Names(f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
     # Open MPI and IBM Spectrum MPI; MVAPICH 2 and 3; jsrun; horovodrun
-    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "MVP_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD")
+    for prefix in (
+        "OMPI_COMM_WORLD",
+        "MV2_COMM_WORLD",
+        "MVP_COMM_WORLD",
+        "JSM_NAMESPACE",
+        "HOROVOD",
+    )
 )
 FLUX = Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
 SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-LAUNCHERS = (  # mpirun may start a process on each node by srun or flux, whose variables its own processes inherit
+# mpirun may start a process on each node by srun or flux, whose variables its own processes inherit
+LAUNCHERS = (
     OPEN_MPI,
     *OTHER_MPI,
     Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra: MPICH, Intel MPI
@@ -95,38 +115,54 @@ def find_rank(
 ) -> Rank | None:
     """Return this process's rank, or None for a single process.
 
-    Flags come first, then the variables of torchrun, Kubeflow (both operators), MPI's launchers, Flux and Slurm. The
-    batch script of ``sbatch`` and the shell of ``salloc`` are a single process: ``srun`` starts several. Raises
-    :class:`BadInput` for variables that are there by half or contradict each other.
+    Flags come first, then the variables of torchrun, Kubeflow (both operators), MPI's launchers,
+    Flux and Slurm. The batch script of ``sbatch`` and the shell of ``salloc`` are a single process:
+    ``srun`` starts several. Raises :class:`BadInput` for variables that are there by half or
+    contradict each other.
     """
     given = [coordinator, processes, process_id]
     if any(value is not None for value in given):
         if coordinator is None or processes is None or process_id is None:
-            raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
+            raise BadInput(
+                "several processes need all of --coordinator HOST:PORT, --processes N and"
+                " --process-id I"
+            )
         _require_index(process_id, processes, "--process-id", "--processes")
         rank = Rank(process_id, processes, host_and_port("--coordinator", coordinator))
         return rank if processes > 1 else None
 
     env = _non_empty(environment)
-    ranks = {names: _place(names, env) for names in (*ADDRESSED, *LAUNCHERS) if env.keys() >= {*names.needed}}
+    ranks = {
+        names: _place(names, env)
+        for names in (*ADDRESSED, *LAUNCHERS)
+        if env.keys() >= {*names.needed}
+    }
     chosen = next((names for names, rank in ranks.items() if rank.count > 1), None)
-    if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in env:  # torchrun or jspeed launch, whatever started it
+    # torchrun or jspeed launch, whatever started it
+    if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in env:
         chosen = TORCHRUN
     else:
         _require_agreement(env, ranks, chosen)
     if chosen is None or ranks[chosen].count == 1:
         return None
 
-    # Sets that say the same complete each other: srun sets PMI's variables too but tells of the nodes in its own, and
-    # a script that sets torchrun's need not set the local ones.
+    # Sets that say the same complete each other: srun sets PMI's variables too but tells of the
+    # nodes in its own, and a script that sets torchrun's need not set the local ones.
     place = ranks[chosen]
-    same = [names for names, rank in ranks.items() if (rank.index, rank.count) == (place.index, place.count)]
-    local = next((names for names in same if {names.local_rank, names.local_size} <= env.keys()), chosen)
+    same = [
+        names
+        for names, rank in ranks.items()
+        if (rank.index, rank.count) == (place.index, place.count)
+    ]
+    local = next(
+        (names for names in same if {names.local_rank, names.local_size} <= env.keys()), chosen
+    )
     rank = replace(ranks[local], coordinator=_coordinator(chosen, same[-1], ranks[local], env))
     if not 0 <= rank.local_index < rank.local_count:
         raise BadInput(
-            f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set "
-            f"{local.local_size} (1 where it is not set) to the number of processes of this node"
+            f"the local rank is {rank.local_index} but this node has {rank.local_count} processes;"
+            f" set {local.local_size} (1 where it is not set) to the number of processes of this"
+            " node"
         )
     return rank
 
@@ -134,8 +170,9 @@ def find_rank(
 def _non_empty(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are not empty, with Slurm's in their newest form.
 
-    A batch script and the shell of ``salloc``, which are no step, have some of a task's variables: these are left out.
-    Where that shell is a step, of one task, SLURM_NTASKS is still the number of the job.
+    A batch script and the shell of ``salloc``, which are no step, have some of a task's variables:
+    these are left out. Where that shell is a step, of one task, SLURM_NTASKS is still the number of
+    the job.
     """
     env = {name: value for name, value in environment.items() if value.strip()}
     if env.get(SLURM.rank, "0") == "0" and not any(name.startswith("SLURM_STEP") for name in env):
@@ -159,34 +196,48 @@ def _place(names: Names, env: Mapping[str, str]) -> Rank:
     return Rank(index, count, "", local, local_count)
 
 
-def _require_agreement(env: Mapping[str, str], ranks: Mapping[Names, Rank], chosen: Names | None) -> None:
-    """Raise :class:`BadInput` for a set that contradicts the rank of ``chosen``, or is there by half without any.
+def _require_agreement(
+    env: Mapping[str, str], ranks: Mapping[Names, Rank], chosen: Names | None
+) -> None:
+    """Raise :class:`BadInput` for a set that contradicts the rank of ``chosen``, or is there by
+    half without any.
 
-    Sets after ``chosen`` are of outer launchers. One of a launcher's that is not complete says nothing beside another
-    that says "several": it is of a service that the launcher offers besides.
+    Sets after ``chosen`` are of outer launchers. One of a launcher's that is not complete says
+    nothing beside another that says "several": it is of a service that the launcher offers besides.
     """
     source = chosen or next(iter(ranks), None)
-    for names in takewhile(lambda names: names is not chosen, ADDRESSED if chosen else (*ADDRESSED, *LAUNCHERS)):
+    for names in takewhile(
+        lambda names: names is not chosen, ADDRESSED if chosen else (*ADDRESSED, *LAUNCHERS)
+    ):
         present = names.present(env)
-        if len(present) <= names.common or (names.address and not {names.rank, names.size} & {*present}):
+        if len(present) <= names.common or (
+            names.address and not {names.rank, names.size} & {*present}
+        ):
             continue
-        if source is None and (_integer(env, names.rank, 0) != 0 or _integer(env, names.size, 0) != 1):
-            missing = [name for name in names.needed if name and name not in env] or ["the number of processes"]
+        if source is None and (
+            _integer(env, names.rank, 0) != 0 or _integer(env, names.size, 0) != 1
+        ):
+            missing = [name for name in names.needed if name and name not in env] or [
+                "the number of processes"
+            ]
             raise BadInput(
-                f"{', '.join(present)} set without {', '.join(missing)} (unset or empty): this may be one of several "
-                "processes; start it by a launcher that sets all (jspeed launch, torchrun, srun), give --coordinator "
-                f"HOST:PORT --processes N --process-id I, or unset {', '.join(present)} to run one process"
+                f"{', '.join(present)} set without {', '.join(missing)} (unset or empty): this may"
+                " be one of several processes; start it by a launcher that sets all (jspeed"
+                " launch, torchrun, srun), give --coordinator HOST:PORT --processes N --process-id"
+                f" I, or unset {', '.join(present)} to run one process"
             )
         for name, its in ((names.rank, source.rank), (names.size, source.size)) if source else ():
             if name in env and _integer(env, name, 0) != _integer(env, its, 0):
                 raise BadInput(
-                    f"{name} is {env[name]} but {its} is {env[its]}; make them equal, or unset {name} if it is left "
-                    "from something else; jspeed launch --standalone starts separate runs"
+                    f"{name} is {env[name]} but {its} is {env[its]}; make them equal, or unset"
+                    f" {name} if it is left from something else; jspeed launch --standalone starts"
+                    " separate runs"
                 )
 
 
 def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, str]) -> str:
-    """Return HOST:PORT of process 0: what ``chosen`` or else another set says, or where ``launcher`` started it.
+    """Return HOST:PORT of process 0: what ``chosen`` or else another set says, or where
+    ``launcher`` started it.
 
     Its port is then a hash of the job's name. Raises :class:`BadInput` where nothing says the host.
     """
@@ -197,12 +248,14 @@ def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, 
             host, port = names.address
             number = env[port]
             if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in env and (store := valid_port(number)):
-                number = str(store + 1 if store < 65_535 else store - 1)  # torchrun's own store listens at MASTER_PORT
+                # torchrun's own store listens at MASTER_PORT
+                number = str(store + 1 if store < 65_535 else store - 1)
             if names is TORCHRUN and "JAX_COORDINATOR_PORT" in env:
                 port, number = "JAX_COORDINATOR_PORT", env["JAX_COORDINATOR_PORT"]
             return address(host, env[host], port, number)
 
-    uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI before 5
+    # of Open MPI before 5
+    uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     if place.local_count >= place.count:
         host, where = "this node", "127.0.0.1"
     elif launcher is SLURM and "SLURM_STEP_NODELIST" in env:
@@ -211,14 +264,18 @@ def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, 
         host, where = "OMPI_MCA_orte_hnp_uri", uri[1] or uri[2]
     else:
         raise BadInput(
-            f"{launcher.rank} and its like do not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT "
-            "for all processes, with the host that rank 0 starts on and a free port (by mpirun -x or mpiexec -genv)"
+            f"{launcher.rank} and its like do not give the address of process 0; set"
+            " JAX_COORDINATOR_ADDRESS=HOST:PORT for all processes, with the host that rank 0"
+            " starts on and a free port (by mpirun -x or mpiexec -genv)"
         )
     job = next((env[name] for name in JOBS if name in env), "")
     if launcher is SLURM:
         job += "." + env.get("SLURM_STEP_ID", "")
-    default = 61_440 + zlib.crc32(job.encode(errors="replace")) % 4_096  # above what kernels give to clients
-    return address(host, where, "JAX_COORDINATOR_PORT", env.get("JAX_COORDINATOR_PORT", str(default)))
+    # above what kernels give to clients
+    default = 61_440 + zlib.crc32(job.encode(errors="replace")) % 4_096
+    return address(
+        host, where, "JAX_COORDINATOR_PORT", env.get("JAX_COORDINATOR_PORT", str(default))
+    )
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:
@@ -231,19 +288,25 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
 def _require_index(index: int, count: int, index_name: str, count_name: str) -> None:
     if not 0 <= index < count:
         raise BadInput(
-            f"{index_name} is {index} and {count_name} is {count}; expected 0 <= {index_name} < {count_name}"
+            f"{index_name} is {index} and {count_name} is {count}; expected 0 <= {index_name} <"
+            f" {count_name}"
         )
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a process see.
+    """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a
+    process see.
 
-    CUDA ignores the list from its first invalid entry on: -1 is "none", and so is the NoDevFiles that Slurm sets.
+    CUDA ignores the list from its first invalid entry on: -1 is "none", and so is the NoDevFiles
+    that Slurm sets.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = map(str.strip, visible.split(","))
-        return sum(1 for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names))
+        return sum(
+            1
+            for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names)
+        )
     return accelerators.find().gpus
 
 
@@ -254,21 +317,23 @@ def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | Non
     seen = visible_gpus(environment)
     if not seen:
         return None
-    # The launcher assigned GPUs to each process: fewer than processes, or as many as Slurm's [TYPE:]NUMBER says.
+    # The launcher assigned GPUs to each process: fewer than processes, or as many as Slurm's
+    # [TYPE:]NUMBER says.
     per_task = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
     if per_task == str(seen) or (seen < rank.local_count and "CUDA_VISIBLE_DEVICES" in environment):
         return list(range(seen))
     if seen % rank.local_count:
         raise BadInput(
-            f"{seen} GPUs cannot be divided over {rank.local_count} processes of this node; start a number of "
-            f"processes that divides {seen}"
+            f"{seen} GPUs cannot be divided over {rank.local_count} processes of this node; start a"
+            f" number of processes that divides {seen}"
         )
     share = seen // rank.local_count
     return list(range(rank.local_index * share, (rank.local_index + 1) * share))
 
 
 def valid_host(text: str) -> str | None:
-    """Return the host in ``text``, an IPv6 address without its brackets; None for what no socket accepts as a host."""
+    """Return the host in ``text``, an IPv6 address without its brackets; None for what no socket
+    accepts as a host."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         if ":" in bare:
@@ -288,7 +353,8 @@ def valid_port(text: str) -> int | None:
 
 
 def address(host_name: str, host_text: str, port_name: str, port_text: str) -> str:
-    """Return HOST:PORT, an IPv6 address in brackets. Raises :class:`BadInput` naming what is no host or no port."""
+    """Return HOST:PORT, an IPv6 address in brackets. Raises :class:`BadInput` naming what is no
+    host or no port."""
     host = valid_host(host_text)
     if host is None:
         raise BadInput(f"{host_name} is {host_text!r}; expected {HOST}, without a port")
@@ -298,12 +364,17 @@ def address(host_name: str, host_text: str, port_name: str, port_text: str) -> s
 
 
 def host_and_port(name: str, text: str) -> str:
-    """Return ``text``, the value of ``name``. Raises :class:`BadInput` when it is not HOST:PORT or [IPv6]:PORT."""
+    """Return ``text``, the value of ``name``. Raises :class:`BadInput` when it is not HOST:PORT or
+    [IPv6]:PORT."""
     where, _, number = text.rpartition(":")
-    if valid_host(where) is None or valid_port(number) is None or (":" in where and where[0] != "["):
+    if (
+        valid_host(where) is None
+        or valid_port(number) is None
+        or (":" in where and where[0] != "[")
+    ):
         raise BadInput(
-            f"{name} {text!r} is not HOST:PORT; write for example 10.0.0.1:29500, and brackets around an IPv6 address, "
-            "whose end could be the port: [::1]:29500"
+            f"{name} {text!r} is not HOST:PORT; write for example 10.0.0.1:29500, and brackets"
+            " around an IPv6 address, whose end could be the port: [::1]:29500"
         )
     return text
 
@@ -311,11 +382,14 @@ def host_and_port(name: str, text: str) -> str:
 def first_host(nodes: str) -> str:
     """Return the first host of Slurm's ``nodes``, such as n[08-11,3]b[0-1],c: n08b0.
 
-    ``scontrol`` expands it; where it is missing or refuses, the first choice in every bracket is the first host.
+    ``scontrol`` expands it; where it is missing or refuses, the first choice in every bracket is
+    the first host.
     """
     with suppress(OSError, subprocess.SubprocessError):
         command = ["scontrol", "show", "hostnames", nodes]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        shown = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.split()
         if shown:
             return shown[0]
     first = re.fullmatch(r",*((?:[^][,]|\[[^][]+\])+)(?:,.*)?", nodes)

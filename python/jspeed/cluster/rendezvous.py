@@ -1,13 +1,14 @@
-"""Rendezvous before JAX starts: every process registers its rank with process 0 and receives the port of JAX's service.
+"""Rendezvous before JAX starts: every process registers its rank with process 0 and receives the
+port of JAX's service.
 
-JAX's own service accepts any client: a second run on the same port kills the first, and a duplicate rank or a wrong
-world size aborts or hangs all processes with a C++ stack trace. So JAX's service gets a reserved port, known only to
-registered processes, and the agreed port is free again afterwards. The connections stay open: they close when a process
-exits. No jax in here.
+JAX's own service accepts any client: a second run on the same port kills the first, and a duplicate
+rank or a wrong world size aborts or hangs all processes with a C++ stack trace. So JAX's service
+gets a reserved port, known only to registered processes, and the agreed port is free again
+afterwards. The connections stay open: they close when a process exits. No jax in here.
 
-Then JAX connects to its service through a proxy of this process (:func:`proxy`): where that connection breaks, JAX
-aborts at once, and through the proxy it only stops answering, which leaves :mod:`jspeed.cluster.failure` time to report
-the error and exit.
+Then JAX connects to its service through a proxy of this process (:func:`proxy`): where that
+connection breaks, JAX aborts at once, and through the proxy it only stops answering, which leaves
+:mod:`jspeed.cluster.failure` time to report the error and exit.
 """
 
 import errno
@@ -29,22 +30,30 @@ _LONGEST = 4096  # bytes of one message
 Peers = dict[int, socket.socket]  # open connections by the rank of the peer
 
 
-def rendezvous(host: str, port: int, index: int, count: int, seconds: float, service_port: int) -> tuple[int, Peers]:
-    """Register with process 0 at ``host``:``port``; return once all ``count`` processes have called this.
+def rendezvous(
+    host: str, port: int, index: int, count: int, seconds: float, service_port: int
+) -> tuple[int, Peers]:
+    """Register with process 0 at ``host``:``port``; return once all ``count`` processes have called
+    this.
 
-    Returns the port of process 0's service, and the connections: process 0 has one to each of the others, they have one
-    to process 0.
+    Returns the port of process 0's service, and the connections: process 0 has one to each of the
+    others, they have one to process 0.
 
-    Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or another ``count``,
-    and on process 0 when it cannot listen on ``port``. Only process 0's ``service_port`` counts.
+    Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or
+    another ``count``, and on process 0 when it cannot listen on ``port``. Only process 0's
+    ``service_port`` counts.
     """
-    return _register(host, port, index, count, seconds) if index else _serve(port, count, seconds, service_port)
+    return (
+        _register(host, port, index, count, seconds)
+        if index
+        else _serve(port, count, seconds, service_port)
+    )
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port that the kernel gives to nobody else meanwhile; only what sets SO_REUSEPORT, as JAX's service does,
-    can listen on it."""
+    """A free port that the kernel gives to nobody else meanwhile; only what sets SO_REUSEPORT, as
+    JAX's service does, can listen on it."""
     with socket.socket(_family()) as holder:
         if socket.has_dualstack_ipv6():
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -60,7 +69,8 @@ def free_port() -> int:
 
 
 def proxy(host: str, port: int) -> int:
-    """Forward a local port to ``host``:``port`` with daemon threads until the program ends; return the local port.
+    """Forward a local port to ``host``:``port`` with daemon threads until the program ends; return
+    the local port.
 
     The local end stays open when the far one closes.
     """
@@ -75,7 +85,8 @@ def proxy(host: str, port: int) -> int:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the peer lives: it never sends, so readable means end of file. Makes ``connection`` non-blocking."""
+    """Whether the peer lives: it never sends, so readable means end of file. Makes ``connection``
+    non-blocking."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) != b""
@@ -91,18 +102,27 @@ def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[in
         try:
             listener = open_sockets.enter_context(_listener(port, count))
         except OSError as error:
-            taken = "another program, or another run, has it: " if error.errno == errno.EADDRINUSE else ""
+            taken = (
+                "another program, or another run, has it: "
+                if error.errno == errno.EADDRINUSE
+                else ""
+            )
             reason = os.strerror(error.errno or 0)
-            raise BadInput(f"process 0 cannot listen on port {port} ({reason}); {taken}choose another port") from None
+            raise BadInput(
+                f"process 0 cannot listen on port {port} ({reason}); {taken}choose another port"
+            ) from None
 
         until = time.monotonic() + seconds
         try:
             while len(peers) < count - 1:
                 if time.monotonic() > until:
-                    missing = ", ".join(str(index) for index in range(1, count) if index not in peers)
+                    missing = ", ".join(
+                        str(index) for index in range(1, count) if index not in peers
+                    )
                     raise BadInput(
-                        f"process 0 waited {seconds:g} s at port {port}; of {count} processes these are missing: "
-                        f"{missing}; start them, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
+                        f"process 0 waited {seconds:g} s at port {port}; of {count} processes these"
+                        f" are missing: {missing}; start them, check address, port and firewall, or"
+                        f" wait longer ({WAIT_SECONDS})"
                     )
                 with suppress(TimeoutError):
                     _accept(open_sockets.enter_context(listener.accept()[0]), peers, count)
@@ -119,7 +139,9 @@ def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[in
 
 def _listener(port: int, count: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
-    listener = socket.create_server(("", port), family=_family(), dualstack_ipv6=both, backlog=count)
+    listener = socket.create_server(
+        ("", port), family=_family(), dualstack_ipv6=both, backlog=count
+    )
     listener.settimeout(0.2)
     return listener
 
@@ -145,7 +167,8 @@ def _accept(peer: socket.socket, peers: Peers, count: int) -> None:
         )
     if index in peers:
         text = (
-            f"another process is process {index} of {count} already; give each its own rank, and each run its own port"
+            f"another process is process {index} of {count} already; give each its own rank, and"
+            " each run its own port"
         )
         _send_to_all({index: peer}, {"error": text})
         peer.close()
@@ -159,7 +182,9 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
     while (left := until - time.monotonic()) > 0:
         with ExitStack() as failed:
             try:
-                connection = failed.enter_context(socket.create_connection((host.strip("[]"), port), min(5, left)))
+                connection = failed.enter_context(
+                    socket.create_connection((host.strip("[]"), port), min(5, left))
+                )
                 status = "connected, no reply yet"
                 connection.settimeout(left)
                 connection.sendall(_message({"index": index, "count": count}))
@@ -174,8 +199,9 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
         time.sleep(0.2)
     else:
         raise BadInput(
-            f"process {index} of {count} waited {seconds:g} s for process 0 at {host}:{port} ({status}); start all "
-            f"processes, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
+            f"process {index} of {count} waited {seconds:g} s for process 0 at {host}:{port}"
+            f" ({status}); start all processes, check address, port and firewall, or wait longer"
+            f" ({WAIT_SECONDS})"
         )
     if "error" in answer:
         connection.close()
@@ -194,7 +220,8 @@ def _send_to_all(peers: Peers, content: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Read one message. Raises :class:`ValueError` for anything else, :class:`ConnectionError` at the end of file."""
+    """Read one message. Raises :class:`ValueError` for anything else, :class:`ConnectionError` at
+    the end of file."""
     data = b""
     while not data.endswith(b"\n"):
         part = connection.recv(_LONGEST)

@@ -10,18 +10,21 @@ from jspeed.errors import BadInput
 
 WAIT_SECONDS = "JSPEED_WAIT_SECONDS"
 HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"
-LEAST_HEARTBEAT = 2.0  # several times failure.TICK, or processes that are well would be declared dead
+# several times failure.TICK, or processes that are well would be declared dead
+LEAST_HEARTBEAT = 2.0
 
 Result = TypeVar("Result")
 
 
 def wait_limit() -> float:
-    """Seconds for which processes wait for each other at the start: ``JSPEED_WAIT_SECONDS`` (120)."""
+    """Seconds for which processes wait for each other at the start: ``JSPEED_WAIT_SECONDS``
+    (120)."""
     return _seconds(WAIT_SECONDS, 120, 0.001)
 
 
 def heartbeat_limit() -> float:
-    """Seconds without a heartbeat after which a process counts as dead: ``JSPEED_HEARTBEAT_SECONDS`` (60)."""
+    """Seconds without a heartbeat after which a process counts as dead:
+    ``JSPEED_HEARTBEAT_SECONDS`` (60)."""
     return _seconds(HEARTBEAT_SECONDS, 60, LEAST_HEARTBEAT)
 
 
@@ -32,15 +35,19 @@ def _seconds(name: str, default: float, least: float) -> float:
     except ValueError:
         seconds = 0
     if not least <= seconds < 1e9:
-        raise BadInput(f"the environment variable {name} is {text!r}; expected a number of seconds from {least:g} on")
+        raise BadInput(
+            f"the environment variable {name} is {text!r}; expected a number of seconds from"
+            f" {least:g} on"
+        )
     return seconds
 
 
 def with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
-    """Return what ``function`` returns or raise what it raises; :class:`TimeoutError` after ``seconds``.
+    """Return what ``function`` returns or raise what it raises; :class:`TimeoutError` after
+    ``seconds``.
 
-    It runs in a thread, so that Ctrl-C and SIGTERM are handled even while it waits inside a library; after a timeout
-    that thread is left running.
+    It runs in a thread, so that Ctrl-C and SIGTERM are handled even while it waits inside a
+    library; after a timeout that thread is left running.
     """
     ended: Future[Result] = Future()
 

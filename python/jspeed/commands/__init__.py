@@ -7,9 +7,11 @@ import jspeed
 
 
 def repository() -> Path | None:
-    """Return the repository that the running script, the package, or the current folder is in; None for none of them.
+    """Return the repository that the running script, the package, or the current folder is in; None
+    for none of them.
 
-    A script of the repository may run an installed package; the package may be the repository's own.
+    A script of the repository may run an installed package; the package may be the repository's
+    own.
     """
     script, package = Path(sys.argv[0]).absolute(), Path(jspeed.__file__)
     for folder in (*script.parents[1:2], package.parents[2], Path.cwd()):

@@ -9,10 +9,25 @@ from jspeed.errors import BadInput
 from jspeed.standard_streams import interruptible, without_logs
 
 BENCHES = {
-    "loader": ("loader", "The token loader on synthetic shards; exit code 1 when a gate does not hold"),
-    "index": ("index", "The index of contexts: tokens a second and core; exit code 1 when it is too slow for a step"),
+    "loader": (
+        "loader",
+        "The token loader on synthetic shards; exit code 1 when a gate does not hold",
+    ),
+    "index": (
+        "index",
+        (
+            "The index of contexts: tokens a second and core; exit code 1 when it is too slow for a"
+            " step"
+        ),
+    ),
     "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
-    "gpu": ("gpu", "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against another program"),
+    "gpu": (
+        "gpu",
+        (
+            "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against"
+            " another program"
+        ),
+    ),
     "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
     "quality": ("quality", "Recipes at width 128 on the same tokens: loss against tokens"),
     "layouts": ("layouts", "Which layouts each recipe takes, and why not the others"),
@@ -26,8 +41,8 @@ def load(name: str) -> Command:
     found = repository()
     if found is None:
         raise BadInput(
-            "the benches are not installed with jspeed, but in its repository; clone that, and call there "
-            f"`python scripts/bench.py {name}`"
+            "the benches are not installed with jspeed, but in its repository; clone that, and"
+            f" call there `python scripts/bench.py {name}`"
         )
     sys.path.insert(0, str(found / "scripts"))
     with without_logs():

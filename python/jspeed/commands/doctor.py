@@ -1,4 +1,5 @@
-"""``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this machine."""
+"""``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this
+machine."""
 
 import contextlib
 import json
@@ -70,7 +71,11 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: installed_version(name) for name in PACKAGES},
-        "machine": {"cores": cores(), "memory": memory, "system": f"{platform.system()} {platform.machine()}"},
+        "machine": {
+            "cores": cores(),
+            "memory": memory,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         **devices,
         **cache_and_data(),
         "extras": {
@@ -83,7 +88,8 @@ def collect() -> dict[str, Any]:
 
 
 def accelerators() -> dict[str, Any]:
-    """Return the devices, and which kernels recipes get on them and why; or why JAX has none, or not the best."""
+    """Return the devices, and which kernels recipes get on them and why; or why JAX has none, or
+    not the best."""
     with without_logs():
         import jax
 
@@ -97,7 +103,12 @@ def accelerators() -> dict[str, Any]:
         first = mesh.devices.flat[0]
         device = device_of(mesh)
     except (RuntimeError, BadInput) as error:
-        return {"devices": None, "problem": str(error).splitlines()[0], "attention": None, "fp8": None}
+        return {
+            "devices": None,
+            "problem": str(error).splitlines()[0],
+            "attention": None,
+            "fp8": None,
+        }
     capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
     attention, fp8 = explain(device, capability)
     return {
@@ -107,7 +118,9 @@ def accelerators() -> dict[str, Any]:
             "count": count,
             "memory": device.memory,
             "compute_capability": capability and str(capability),
-            "chosen_by": f"JAX_PLATFORMS={asked}" if (asked := jax.config.values["jax_platforms"]) else None,
+            "chosen_by": (
+                f"JAX_PLATFORMS={asked}" if (asked := jax.config.values["jax_platforms"]) else None
+            ),
         },
         "problem": platform_problem(device.platform),
         "attention": {"backend": device.attention, "why": attention},
@@ -116,7 +129,8 @@ def accelerators() -> dict[str, Any]:
 
 
 def explain(device: "Device", capability: str | None) -> tuple[str, str]:
-    """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None off NVIDIA GPUs."""
+    """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None
+    off NVIDIA GPUs."""
     if device.note:
         return device.note, device.note
     if capability is None:
@@ -124,7 +138,10 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
     elif device.attention == "xla":
         reason = f"fused kernels need compute capability 8.0, this is {capability}"
     elif device.attention == "triton":
-        reason = f"jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is {capability}"
+        reason = (
+            "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is"
+            f" {capability}"
+        )
     elif device.attention == "fa4":
         reason = "fa4_jax is installed, and this is Hopper"
     else:
@@ -132,14 +149,19 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
         reason += "; jspeed[fa4] would give FlashAttention 4" if str(capability) == "9.0" else ""
     reasons = {
         "native": f"on tensor cores, compute capability {capability}",
-        "missing": f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}",
-        "emulated": "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster",
+        "missing": (
+            f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}"
+        ),
+        "emulated": (
+            "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster"
+        ),
     }
     return reason, reasons[device.fp8]
 
 
 def cache_and_data() -> dict[str, Any]:
-    """Return where prepared data and compiled programs are kept, their sizes, the room there is, and the data sets."""
+    """Return where prepared data and compiled programs are kept, their sizes, the room there is,
+    and the data sets."""
     try:
         folder = cache_folder()
     except BadInput as error:
@@ -148,22 +170,34 @@ def cache_and_data() -> dict[str, Any]:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     sizes = {"data": folder_size(folder / "data"), "programs": folder_size(programs)}
     places = {"folder": str(folder), "programs_folder": str(programs)}
-    return {"cache": places | sizes | {"free": shutil.disk_usage(there).free}, "data": data_sets(folder / "data")}
+    return {
+        "cache": places | sizes | {"free": shutil.disk_usage(there).free},
+        "data": data_sets(folder / "data"),
+    }
 
 
 def data_sets(folder: Path) -> list[dict[str, Any]]:
-    """Return the folders of shards in the cache: tokenizer and tokens, or what is wrong with one."""
+    """Return the folders of shards in the cache: tokenizer and tokens, or what is wrong with
+    one."""
     listed = []
     for place in sorted(folder.iterdir() if folder.is_dir() else []):
         if place.name.startswith(".") or not place.is_dir():
             continue
-        one: dict[str, Any] = {"name": place.name, "tokenizer": None, "tokens": None, "problem": None}
+        one: dict[str, Any] = {
+            "name": place.name,
+            "tokenizer": None,
+            "tokens": None,
+            "problem": None,
+        }
         try:
             if manifest := complete_manifest(place):
                 tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
                 one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
             else:
-                one["problem"] = "no valid manifest.json or not all of its shards; run jspeed prepare again to resume"
+                one["problem"] = (
+                    "no valid manifest.json or not all of its shards; run jspeed prepare again to"
+                    " resume"
+                )
         except BadInput as error:
             one["problem"] = str(error)
         listed.append(one)
@@ -176,43 +210,73 @@ def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
         rank = find_rank(environment)
     except BadInput as error:
         return {"processes": None, "problem": str(error)}
-    return {"processes": rank.count if rank else 1, "process_id": rank.index if rank else 0, "problem": None}
+    return {
+        "processes": rank.count if rank else 1,
+        "process_id": rank.index if rank else 0,
+        "problem": None,
+    }
 
 
 def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str | None:
-    """Say what ``shared`` bytes are too little for, None where they are enough or nothing uses them."""
-    if devices["platform"] != "gpu" or devices["count"] == 1 or shared is None or shared >= NCCL_SHARED:
+    """Say what ``shared`` bytes are too little for, None where they are enough or nothing uses
+    them."""
+    if (
+        devices["platform"] != "gpu"
+        or devices["count"] == 1
+        or shared is None
+        or shared >= NCCL_SHARED
+    ):
         return None
     return (
-        f"/dev/shm has {size(shared)}, which can be too little for NCCL with a process for each GPU: start the "
-        "container with --shm-size=1g, or let one process have all GPUs"
+        f"/dev/shm has {size(shared)}, which can be too little for NCCL with a process for each"
+        " GPU: start the container with --shm-size=1g, or let one process have all GPUs"
     )
 
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
     devices, sizes, machine = report["devices"], report["cache"], report["machine"]
-    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["packages"].items())
-    memory_of_one = f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    packages = ", ".join(
+        f"{name} {number or 'missing'}" for name, number in report["packages"].items()
+    )
+    memory_of_one = (
+        f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    )
     chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
     rows = [
         ("jspeed", f"{report['jspeed']} in {report['package']}"),
         ("repository", report["repository"] or "none (benches, records and tests need a checkout)"),
         ("Python", f"{report['python']} ({report['executable']})"),
         ("packages", packages),
-        ("machine", f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"),
-        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}" if devices else report["problem"]),
+        (
+            "machine",
+            f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory",
+        ),
+        (
+            "devices",
+            (
+                f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}"
+                if devices
+                else report["problem"]
+            ),
+        ),
     ]
     if devices:
         if report["problem"]:
             rows.append(("", report["problem"]))
-        rows.append(("attention", f"{report['attention']['backend']}: {report['attention']['why']}"))
+        rows.append(
+            ("attention", f"{report['attention']['backend']}: {report['attention']['why']}")
+        )
         rows.append(("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"))
         if too_little := shared_memory_problem(devices, report["shared_memory"]):
             rows.append(("", too_little))
     if sizes["folder"]:
-        rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
-        rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
+        rows.append(
+            ("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free")
+        )
+        rows.append(
+            ("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs")
+        )
     else:
         rows.append(("cache", sizes["problem"]))
     for number, one in enumerate(report["data"]):
@@ -220,18 +284,34 @@ def as_text(report: Mapping[str, Any]) -> str:
         text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
         rows.append(("" if number else "data", f"{one['name']}: {text}"))
     if not report["data"]:
-        rows.append(("data", "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has others"))
+        rows.append(
+            (
+                "data",
+                (
+                    "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has"
+                    " others"
+                ),
+            )
+        )
     for number, (name, extra) in enumerate(report["extras"].items()):
         state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
         rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
     launched = report["launcher"]
     alone = "none (single process)"
     several = f"process {launched.get('process_id')} of {launched['processes']}"
-    rows.append(("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several)))
+    rows.append(
+        ("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several))
+    )
     width = max(60, min(110, shutil.get_terminal_size().columns))
     gap = " " * LABEL
     return "\n".join(
-        textwrap.fill(text, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=gap, break_on_hyphens=False)
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"{label:<{LABEL}}",
+            subsequent_indent=gap,
+            break_on_hyphens=False,
+        )
         for label, text in rows
     )
 
@@ -240,7 +320,8 @@ def folder_size(folder: Path) -> int:
     """Return the bytes of all files under a folder."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a run may replace a file of the cache meanwhile
+        # a run may replace a file of the cache meanwhile
+        with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total

@@ -28,16 +28,19 @@ def evaluate(
     mesh: Axes | None = None,
     json_: File | None = None,
 ) -> None:
-    """Measure a trained model: validation loss and bits per byte on a folder of shards, HellaSwag, or lm-eval's tasks.
+    """Measure a trained model: validation loss and bits per byte on a folder of shards, HellaSwag,
+    or lm-eval's tasks.
 
     Args:
-        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
-            GPT-2's config.json and model.safetensors.
-        data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
+        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder,
+            or a folder with GPT-2's config.json and model.safetensors.
+        data: Folder whose validation shards to read; default: the recipe's data in the cache
+            folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
         accuracy: Also report top-1 accuracy; doubles the time.
         hellaswag_: Score HellaSwag instead: path of hellaswag_val.jsonl, or download.
-        tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
+        tasks: Run these tasks of lm-eval (the extra eval) instead, for example
+            lambada_openai,arc_easy.
         items: Use only the first N items, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
@@ -84,21 +87,33 @@ def on_tasks(model: Model, tasks: Sequence[str], items: int | None) -> dict[str,
 
 
 def on_hellaswag(model: Model, file: str, items: int | None) -> dict[str, Any]:
-    """Score HellaSwag under a progress bar; print and return the accuracies. ``file`` is a path, or ``download``."""
+    """Score HellaSwag under a progress bar; print and return the accuracies. ``file`` is a path, or
+    ``download``."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from jspeed.corpus.download import fetch
     from jspeed.inference.score import HELLASWAG, hellaswag, read_hellaswag
 
     chosen = read_hellaswag(fetch(HELLASWAG) if file == "download" else Path(file))[:items]
     columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+    ) as bar:
         task = bar.add_task("items", total=len(chosen))
         for scored in hellaswag(model, chosen):
             bar.update(task, completed=scored.items)
     done, right, right_mean = scored
-    print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
+    print(
+        f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f}"
+        " (chance 0.25)"
+    )
     return {"items": done, "acc": right / done, "acc_norm": right_mean / done}
 
 
@@ -110,9 +125,14 @@ def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) ->
     if model.recipe.retrieval and model.trained:
         without = ", accuracy without" if accuracy else ""
         seed, steps = model.trained
-        print(f"loss with an index of what {steps} steps with seed {seed} read of {folder}{without}")
+        print(
+            f"loss with an index of what {steps} steps with seed {seed} read of {folder}{without}"
+        )
     elif model.recipe.retrieval:
-        print(f"{model.recipe.name} is told that nothing was found: nothing here says what its run had read")
+        print(
+            f"{model.recipe.name} is told that nothing was found: nothing here says what its run"
+            " had read"
+        )
     result = validate(model, folder, tokens, accuracy)
     print(
         f"{result.loss:.4f} nats/{unit_of(model.facts)}, {result.bits_per_byte:.4f} bits/byte on "

@@ -1,8 +1,10 @@
-"""Build a command line from a function's signature and docstring; a wrong flag is a one-line error message.
+"""Build a command line from a function's signature and docstring; a wrong flag is a one-line error
+message.
 
-argparse parses and prints. A parameter is a flag, its trailing underscore left out; if its type is a dataclass, each
-field is a flag. In an annotation :class:`~jspeed.fields.Wants` describes the flag, and a :class:`~jspeed.fields.Rule`
-(``n: Count = 1``) is checked for every value. A flag that is not given has the function's own default.
+argparse parses and prints. A parameter is a flag, its trailing underscore left out; if its type is
+a dataclass, each field is a flag. In an annotation :class:`~jspeed.fields.Wants` describes the
+flag, and a :class:`~jspeed.fields.Rule` (``n: Count = 1``) is checked for every value. A flag that
+is not given has the function's own default.
 """
 
 import argparse
@@ -23,12 +25,19 @@ from jspeed.errors import BadInput, nearest
 from jspeed.fields import Rule, Wants, flag, misfits, shown
 
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-USAGE: dict[Any, str] = {None: " {}", "?": " [{}]", "+": " {} ...", "*": " [{} ...]", argparse.PARSER: " {} ..."}
+USAGE: dict[Any, str] = {
+    None: " {}",
+    "?": " [{}]",
+    "+": " {} ...",
+    "*": " [{} ...]",
+    argparse.PARSER: " {} ...",
+}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A function as a command, examples ("ARGUMENTS  # why"), and names of parameters by group, with spaces between.
+    """A function as a command, examples ("ARGUMENTS  # why"), and names of parameters by group,
+                                                      with spaces between.
 
     Flags of other parameters go under "options".
     """
@@ -50,29 +59,44 @@ class Group:
 
 
 def group_of(about: str, commands: Mapping[str, Command], examples: tuple[str, ...] = ()) -> Group:
-    """Return the group of ``commands`` whose help lines are the first sentences of their docstrings."""
-    lines = {name: re.split(r"\.(?:\s|$)|\n\n", _docstring(one.call)[0])[0] for name, one in commands.items()}
-    return Group(about, {name: " ".join(line.split()) for name, line in lines.items()}, commands.__getitem__, examples)
+    """Return the group of ``commands`` whose help lines are the first sentences of their
+    docstrings."""
+    lines = {
+        name: re.split(r"\.(?:\s|$)|\n\n", _docstring(one.call)[0])[0]
+        for name, one in commands.items()
+    }
+    return Group(
+        about,
+        {name: " ".join(line.split()) for name, line in lines.items()},
+        commands.__getitem__,
+        examples,
+    )
 
 
 def choose_command(group: Group, words: Sequence[str], prog: str) -> str:
-    """Return the subcommand that the first of ``words`` names; for --help or none print help and exit. BadInput."""
+    """Return the subcommand that the first of ``words`` names; for --help or none print help and
+    exit. BadInput."""
     word = words[0] if words else ""
     if word in group.commands:
         return word
     parser = _Parser(prog, group.about, group.examples)
-    listed = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser)
+    listed = parser.add_subparsers(
+        metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser
+    )
     for name, text in group.commands.items():
         listed.add_parser(name, help=text)
     if word in ("", "-h", "--help"):
         parser.print_help(sys.stdout if word else sys.stderr)
         sys.exit(0 if word else 2)
-    what, known = ("flag", ["--help"]) if word.startswith("-") else ("command", list(group.commands))
+    what, known = (
+        ("flag", ["--help"]) if word.startswith("-") else ("command", list(group.commands))
+    )
     parser.error(f"there is no {what} {shown(word)}{nearest(word, known)}")
 
 
 def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int | None]:
-    """Return the call of ``command`` with the values in ``words``. Prints help and exits for --help.
+    """Return the call of ``command`` with the values in ``words``. Prints help and exits for
+    --help.
 
     Raises BadInput for what is unknown, missing, or of another type.
     """
@@ -82,7 +106,9 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
         places |= dict.fromkeys(names.split(), parser.add_argument_group(title))
     flags, usage = {"--help"}, f"{prog} [-h] [FLAGS]"
     for name, hint, default, text in _parameters(command.call):
-        action = _add(places.get(name, parser), name, hint, default, text, unparsed=name == command.rest)
+        action = _add(
+            places.get(name, parser), name, hint, default, text, unparsed=name == command.rest
+        )
         flags.update(action.option_strings)
         usage += "" if action.option_strings else USAGE[action.nargs].format(action.metavar)
     parser.usage = usage.replace("%", "%%")
@@ -92,7 +118,10 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
         named = word.partition("=")[0]
         what = f"there is no flag {shown(named)}{nearest(named, flags)}"
         parser.error(what if word.startswith("-") else f"unexpected argument {shown(word)}")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(values).items()
+    }
     if command.rest:
         rest = tuple(words[-len(given[command.rest]) :])
         given[command.rest] = rest[1:] if rest[0] == "--" else rest
@@ -104,14 +133,18 @@ class _Parser(argparse.ArgumentParser):
         width = max(40, min(110, shutil.get_terminal_size().columns))
         super().__init__(
             prog=prog,
-            description="\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in about.split("\n\n")),
+            description="\n\n".join(
+                textwrap.fill(" ".join(part.split()), width) for part in about.split("\n\n")
+            ),
             epilog=example_lines(examples, prog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{self.prog}: {message.removeprefix('argument ')}; see `{self.prog} --help`")
+        raise BadInput(
+            f"{self.prog}: {message.removeprefix('argument ')}; see `{self.prog} --help`"
+        )
 
 
 def example_lines(examples: Iterable[str], prog: str) -> str:
@@ -123,7 +156,8 @@ def example_lines(examples: Iterable[str], prog: str) -> str:
 
 
 def _parameters(of: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield name, type hint, default and help of the parameters; for one that is a dataclass, of its fields."""
+    """Yield name, type hint, default and help of the parameters; for one that is a dataclass, of
+    its fields."""
     hints, texts = get_type_hints(of, include_extras=True), _docstring(of)[1]
     for name, parameter in inspect.signature(of).parameters.items():
         if is_dataclass(hints[name]):
@@ -132,19 +166,35 @@ def _parameters(of: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, str]]:
             yield name, hints[name], parameter.default, texts.get(name, "")
 
 
-def _add(place: Any, name: str, hint: Any, default: Any, text: str, unparsed: bool) -> argparse.Action:
+def _add(
+    place: Any, name: str, hint: Any, default: Any, text: str, unparsed: bool
+) -> argparse.Action:
     """Add a flag or a positional argument to a parser or one of its groups."""
     kind, many, extras = _unwrapped(hint)
-    wants = next((each for each in extras if isinstance(each, Wants)), Wants(METAVARS.get(kind, "")))
+    wants = next(
+        (each for each in extras if isinstance(each, Wants)), Wants(METAVARS.get(kind, ""))
+    )
     required = default is inspect.Parameter.empty
-    value = " ".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else default
+    value = (
+        " ".join(map(str, default))
+        if isinstance(default, tuple)
+        else "on"
+        if default is True
+        else default
+    )
     note = (
-        " (required)" if required else "" if value is None or value is False or value == "" else f" (default: {value})"
+        " (required)"
+        if required
+        else ""
+        if value is None or value is False or value == ""
+        else f" (default: {value})"
     )
     about = f"{wants.help or text}{note}".replace("%", "%%")
     if kind is bool:
         switch = argparse.BooleanOptionalAction
-        return place.add_argument(flag(name), dest=name, action=switch, default=argparse.SUPPRESS, help=about)
+        return place.add_argument(
+            flag(name), dest=name, action=switch, default=argparse.SUPPRESS, help=about
+        )
     metavar = wants.metavar or "|".join(get_args(kind))
     where = metavar if wants.positional else flag(name)
     rules = tuple(each for each in extras if isinstance(each, Rule))
@@ -154,14 +204,27 @@ def _add(place: Any, name: str, hint: Any, default: Any, text: str, unparsed: bo
     else:
         options["type"] = partial(_read, where, kind, rules)
     if wants.positional:
-        nargs = argparse.PARSER if unparsed else ("+" if required else "*") if many else None if required else "?"
-        return place.add_argument(name, nargs=nargs, default=None if required else default, **options)
+        nargs = (
+            argparse.PARSER
+            if unparsed
+            else ("+" if required else "*")
+            if many
+            else None
+            if required
+            else "?"
+        )
+        return place.add_argument(
+            name, nargs=nargs, default=None if required else default, **options
+        )
     options |= {"action": "extend", "nargs": "+"} if many else {}
-    return place.add_argument(flag(name), dest=name, required=required, default=argparse.SUPPRESS, **options)
+    return place.add_argument(
+        flag(name), dest=name, required=required, default=argparse.SUPPRESS, **options
+    )
 
 
 def _unwrapped(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
-    """Return the type of one value of a hint, whether it takes many values, and what its Annotated say."""
+    """Return the type of one value of a hint, whether it takes many values, and what its Annotated
+    say."""
     origin, args = get_origin(hint), get_args(hint)
     if origin not in (Annotated, tuple, Union, UnionType):
         return hint, False, ()
@@ -170,16 +233,22 @@ def _unwrapped(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
 
 
 def _read(where: str, kind: Any, rules: tuple[Rule, ...], word: str) -> Any:
-    """Return ``word`` as a value. Raises BadInput for another type, and where a rule does not hold."""
+    """Return ``word`` as a value. Raises BadInput for another type, and where a rule does not
+    hold."""
     if kind is Path:
         if not word:  # as of an unset shell variable; Path("") is the current folder
-            raise BadInput(f"{where}: found an empty path; give a folder or file, or leave the flag out")
+            raise BadInput(
+                f"{where}: found an empty path; give a folder or file, or leave the flag out"
+            )
         try:
             os.stat(word)
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError as error:  # a folder that may not be searched, a name too long: Path.exists raises it
-            raise BadInput(f"{where} {shown(word)} cannot be accessed ({error.strerror}); give another path") from None
+        # a folder that may not be searched, a name too long: Path.exists raises it
+        except OSError as error:
+            raise BadInput(
+                f"{where} {shown(word)} cannot be accessed ({error.strerror}); give another path"
+            ) from None
     try:
         value = kind(word)
     except ValueError:
@@ -197,7 +266,8 @@ def _call(of: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 
 def _with_dashes(word: str, flags: Iterable[str]) -> str:
-    """Return a flag written with underscores, as torchrun's may be, with dashes; any other word as it is."""
+    """Return a flag written with underscores, as torchrun's may be, with dashes; any other word as
+    it is."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.replace("_", "-") in flags else word
 
@@ -214,12 +284,17 @@ def refuse(flags: Mapping[str, object], why: str) -> None:
 
     None, False and an empty tuple are what a flag has that was not given.
     """
-    if given := [name for name, value in flags.items() if value is not None and value is not False and value != ()]:
+    if given := [
+        name
+        for name, value in flags.items()
+        if value is not None and value is not False and value != ()
+    ]:
         raise BadInput(f"{why}, so {', '.join(given)} would have no effect; leave that out")
 
 
 def check_folders(files: Mapping[str, Path | None]) -> None:
-    """Raise :class:`BadInput` for a file, given by a flag, that is to be written where there is no folder."""
+    """Raise :class:`BadInput` for a file, given by a flag, that is to be written where there is no
+    folder."""
     for name, path in files.items():
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{name} {path}: there is no folder {path.parent}; make it first")

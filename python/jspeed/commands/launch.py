@@ -1,4 +1,5 @@
-"""``jspeed launch``: start this node's processes of one run and watch them, with torchrun's flags."""
+"""``jspeed launch``: start this node's processes of one run and watch them, with torchrun's
+flags."""
 
 import os
 import sys
@@ -13,10 +14,11 @@ TRAIN = "run"  # the command of jspeed that several processes can make together
 
 
 def launch(options: Launch, dry_run: bool = False) -> int:
-    """Start this node's processes of one run and watch them, with torchrun's flags (--node_rank is --node-rank).
+    """Start this node's processes of one run and watch them, with torchrun's flags (--node_rank is
+    --node-rank).
 
-    When one fails, the others get time to exit, then SIGTERM, then SIGKILL. Exit code: of the first that failed (128
-    and the signal's number when it was killed), or 0.
+    When one fails, the others get time to exit, then SIGTERM, then SIGKILL. Exit code: of the first
+    that failed (128 and the signal's number when it was killed), or 0.
 
     Args:
         dry_run: Print each node's processes and start none.
@@ -31,8 +33,9 @@ def launch(options: Launch, dry_run: bool = False) -> int:
 
 
 def program(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words as a command of this Python. Raises BadInput where there is no such script, and for wrong flags
-    of ``run``: they are parsed here once, so that not every process reports them."""
+    """Return the words as a command of this Python. Raises BadInput where there is no such script,
+    and for wrong flags of ``run``: they are parsed here once, so that not every process reports
+    them."""
     script, *arguments = words
     if script == TRAIN:  # a script of that name is ./run
         parse(RUN, arguments, f"jspeed {TRAIN}")
@@ -40,8 +43,8 @@ def program(words: tuple[str, ...]) -> tuple[str, ...]:
     if os.path.isfile(script):
         return (sys.executable, "-u", script, *arguments)
     raise BadInput(
-        f"the script {script} does not exist{nearest(script, [TRAIN])}; give the path of a Python file, or the "
-        f"word {TRAIN} and what follows jspeed {TRAIN}"
+        f"the script {script} does not exist{nearest(script, [TRAIN])}; give the path of a Python"
+        f" file, or the word {TRAIN} and what follows jspeed {TRAIN}"
     )
 
 
@@ -49,8 +52,14 @@ COMMAND = Command(
     launch,
     (
         "--standalone --nproc-per-node gpu run r29  # all GPUs of this machine, one process each",
-        "--nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr node0 run r29  # on the first of two nodes",
-        "--dry-run --nnodes 2 --nproc-per-node 8 --master-addr node0 run r29  # what each node would start",
+        (
+            "--nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr node0 run r29  # on the"
+            " first of two nodes"
+        ),
+        (
+            "--dry-run --nnodes 2 --nproc-per-node 8 --master-addr node0 run r29  # what each node"
+            " would start"
+        ),
     ),
     {
         "placement": "nnodes node_rank nproc_per_node master_addr master_port standalone",

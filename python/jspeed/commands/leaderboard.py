@@ -1,4 +1,5 @@
-"""``jspeed leaderboard``: add finished runs, check every number, show it, compare two recipes, make its page."""
+"""``jspeed leaderboard``: add finished runs, check every number, show it, compare two recipes, make
+its page."""
 
 import ast
 import shlex
@@ -21,22 +22,33 @@ Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR", positional=True)]
 Side = Annotated[str, Wants("RECIPE", positional=True)]
 RecordsFolder = Annotated[
     Path | None,
-    Wants("DIR", help="The records folder; default: the repository's, or records/ in the current folder."),
+    Wants(
+        "DIR",
+        help="The records folder; default: the repository's, or records/ in the current folder.",
+    ),
 ]
 RunFlags = Annotated[
-    str, Wants("FLAGS", help='More flags for each run, in one string: --flags="--data DIR --no-progress".')
+    str,
+    Wants(
+        "FLAGS", help='More flags for each run, in one string: --flags="--data DIR --no-progress".'
+    ),
 ]
 
 
-def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | None, Wants("WHERE")] = None) -> None:
+def add_(
+    run_dir: Runs,
+    records: RecordsFolder = None,
+    weights: Annotated[str | None, Wants("WHERE")] = None,
+) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
     The repository's own page and README block are generated again then.
 
     Args:
         run_dir: Directories of runs, or of a whole plan with its runs.
-        weights: Also say, with its SHA-256, that model.safetensors of each run is kept for whoever asks, as
-            WHERE/RUN_DIR/model.safetensors: an address or a path. The file itself is not copied.
+        weights: Also say, with its SHA-256, that model.safetensors of each run is kept for whoever
+            asks, as WHERE/RUN_DIR/model.safetensors: an address or a path. The file itself is not
+            copied.
     """
     folder, own = find_records(records)
     addition = store.check_runs(run_dir, folder, weights)
@@ -54,17 +66,22 @@ def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | 
 
 
 def verify_(
-    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: RecordsFolder = None
+    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None,
+    records: RecordsFolder = None,
 ) -> int:
-    """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
+    """Recompute every number from the files in the records folder; exit code 1 and the reasons if
+    one differs.
 
     Of the repository's own records it also says whether README's block is what they make.
 
     Args:
-        record: Only what concerns this file, or the files under this folder (optional); without it everything.
+        record: Only what concerns this file, or the files under this folder (optional); without it
+            everything.
     """
     if record is not None and not record.exists():
-        raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
+        raise BadInput(
+            f"{record} does not exist; give a file or folder of the records, or none for all"
+        )
     folder, own = find_records(records)
     loaded = store.read(folder)
     problems = verify.verify(loaded, now())
@@ -75,20 +92,31 @@ def verify_(
         path, tracks = own / "README.md", judge.board(loaded)
         text, wanted = readme.refreshed(path, tracks, history.read_histories(folder, tracks))
         if text != wanted:
-            says = f"{path}: expected the block that the records make, found another; run: jspeed leaderboard page"
+            says = (
+                f"{path}: expected the block that the records make, found another; run: jspeed"
+                " leaderboard page"
+            )
             problems = [store.Problem(path, says)]
     subject = f"{len(loaded.rows)} runs, {len(loaded.plans)} plans, {len(loaded.sources)} recipes"
     subject = f"{folder}: {subject}, {len(loaded.tracks)} tracks"
     if record is not None:
         subject = str(record)
-        problems = [problem for problem in problems if problem.path.resolve().is_relative_to(record.resolve())]
+        problems = [
+            problem
+            for problem in problems
+            if problem.path.resolve().is_relative_to(record.resolve())
+        ]
     for problem in problems:
         print(problem.text)
-    print(f"{subject}; {len(problems)} problems" if problems else f"{subject}; all numbers verified")
+    print(
+        f"{subject}; {len(problems)} problems" if problems else f"{subject}; all numbers verified"
+    )
     return 1 if problems else 0
 
 
-def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsFolder = None) -> None:
+def show_(
+    track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsFolder = None
+) -> None:
     """Print the leaderboard.
 
     Args:
@@ -101,15 +129,21 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsF
 
     folder, _ = find_records(records)
     if records is None and not folder.exists():
-        print(f"No records yet in {folder}/; add a finished run with: jspeed leaderboard add RUN_DIR")
+        print(
+            f"No records yet in {folder}/; add a finished run with: jspeed leaderboard add RUN_DIR"
+        )
         return
     tracks = judge.board(store.load(folder))
     console = Console(highlight=False)
-    console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
+    console.print(
+        terminal.board(tracks if track is None else terminal.of_track(tracks, track)),
+        soft_wrap=True,
+    )
 
 
 def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None) -> None:
-    """Say whether A is faster than B, by how much and how significantly, and what in their recipes differs.
+    """Say whether A is faster than B, by how much and how significantly, and what in their recipes
+    differs.
 
     Args:
         a: A recipe by name, by NAME@HASH, or by the path of its file.
@@ -162,10 +196,11 @@ def race_(
     steps: Count | None = None,
     flags: RunFlags = "",
 ) -> int:
-    """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
+    """Run two recipes in turn on this machine, A B B A in each round, and say how their times
+    compare.
 
-    Linear drift of the machine cancels in the ratio, so B's time anywhere can be estimated as A's official time x the
-    ratio. Add the folder to the records to do so.
+    Linear drift of the machine cancels in the ratio, so B's time anywhere can be estimated as A's
+    official time x the ratio. Add the folder to the records to do so.
 
     Args:
         a: The recipe to compare with, by name or path
@@ -187,7 +222,8 @@ def reproduce_(
     flags: RunFlags = "",
     records: RecordsFolder = None,
 ) -> int:
-    """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0 if they agree.
+    """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0
+    if they agree.
 
     Args:
         recipe: A recipe with runs among the records, by name or NAME@HASH.
@@ -202,16 +238,27 @@ def reproduce_(
     folder, _ = find_records(records)
     loaded, around = store.load(folder), repository()
     side = compare.find_side(recipe, judge.board(loaded), loaded.sources)
-    if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in loaded.sources:
-        raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
+    if (
+        side.entry is None
+        or side.track is None
+        or side.entry["recipe_sha256"] not in loaded.sources
+    ):
+        raise BadInput(
+            f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that"
+            " does"
+        )
     if around is None:
-        raise BadInput(f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again there")
+        raise BadInput(
+            f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again"
+            " there"
+        )
     with interruptible():
         return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, words)
 
 
 def split_words(flag: str, text: str) -> list[str]:
-    """Return the words of ``text`` as a shell splits them. Raises :class:`BadInput` for a quotation without its end."""
+    """Return the words of ``text`` as a shell splits them. Raises :class:`BadInput` for a quotation
+    without its end."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -237,7 +284,10 @@ def write_page(records: store.Records, folder: Path, readme: Path | None = None)
 
 def timing_rule() -> str:
     """The docstring of run/clock.py, read without importing it and jax."""
-    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text(encoding="utf-8"))) or ""
+    return (
+        ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text(encoding="utf-8")))
+        or ""
+    )
 
 
 def now() -> datetime:
@@ -246,17 +296,23 @@ def now() -> datetime:
 
 
 COMMAND = group_of(
-    "The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page.",
+    "The leaderboard: add finished runs, check every number, show it, compare two recipes, make its"
+    " page.",
     {
         "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
         "verify": Command(verify_, ("  # every number, and README's block made of them",)),
         "show": Command(show_, ("--track stdlib/cpu  # one track",)),
         "compare": Command(
-            compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)
+            compare_,
+            ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",),
         ),
         "page": Command(page_, ("--out page  # open page/index.html",)),
-        "race": Command(race_, ("stdlib mine.py --rounds 3  # in turn on this machine: their ratio",)),
-        "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),
+        "race": Command(
+            race_, ("stdlib mine.py --rounds 3  # in turn on this machine: their ratio",)
+        ),
+        "reproduce": Command(
+            reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)
+        ),
     },
     ("show  # the board", "compare stdlib stdlib-adamw  # is one faster than the other?"),
 )

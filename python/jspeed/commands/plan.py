@@ -1,4 +1,5 @@
-"""``jspeed plan``: memory, kernels, communication, predicted time and findings of a recipe on absent GPUs."""
+"""``jspeed plan``: memory, kernels, communication, predicted time and findings of a recipe on
+absent GPUs."""
 
 import json
 import os
@@ -34,18 +35,26 @@ def plan(
 ) -> int:
     """Predict memory, time and bottlenecks of a recipe on absent GPUs.
 
-    Exit code: 0; 1 with --strict when a finding is an error or the recipe does not fit; 2 bad input.
+    Exit code: 0; 1 with --strict when a finding is an error or the recipe does not fit; 2 bad
+    input.
 
     Args:
-        recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
-        target: GPUs to plan for: h100x8, h200x1, a100x8, rtx4090x1, or h100x8x4 for 4 nodes of 8; or TPUs: v6ex8.
-        layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see jspeed run --help.
+        recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without
+            recipe, such as gpt2-xl.
+        target: GPUs to plan for: h100x8, h200x1, a100x8, rtx4090x1, or h100x8x4 for 4 nodes of 8;
+            or TPUs: v6ex8.
+        layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see
+            jspeed run --help.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens per device in a micro-batch.
-        against: Another recipe to plan for the same target and micro-batch, and to compare with; --set is not its.
-        compile: Compile the step; --no-compile prints only what formulas give: parameters, memory, FLOPs.
-        search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
-        bytes_: Compile the last stage's step alone, and print the bytes it moves by source line, most first.
+        against: Another recipe to plan for the same target and micro-batch, and to compare with;
+            --set is not its.
+        compile: Compile the step; --no-compile prints only what formulas give: parameters, memory,
+            FLOPs.
+        search_: Compile the last stage with every layout and micro-batch, and print the table, best
+            first.
+        bytes_: Compile the last stage's step alone, and print the bytes it moves by source line,
+            most first.
         strict: Exit with 1 when a finding is an error, or the recipe does not fit.
         json_: Write the plan as JSON.
         svg: Write a plot of the plan.
@@ -67,13 +76,24 @@ def plan(
         from jspeed.run.find_recipe import find
 
     check_xla_flags()
-    jax.config.update("jax_platforms", "cpu")  # of this machine only, whatever plugins are installed
+    # of this machine only, whatever plugins are installed
+    jax.config.update("jax_platforms", "cpu")
     check_folders({"--json": json_, "--svg": svg, "--html": html})
     console = terminal.make_console()
-    whole = {"--against": against, "--search": search_, "--strict": strict, "--svg": svg, "--html": html}
+    whole = {
+        "--against": against,
+        "--search": search_,
+        "--strict": strict,
+        "--svg": svg,
+        "--html": html,
+    }
     size = recipe in PUBLISHED and recipe not in known_recipes()
     if size or not compile:
-        why = f"the published size {recipe} is not compiled" if size else "--no-compile compiles nothing"
+        why = (
+            f"the published size {recipe} is not compiled"
+            if size
+            else "--no-compile compiles nothing"
+        )
         refuse(whole | {"--bytes": bytes_, "--json": json_}, why)
     elif bytes_:
         refuse(whole, "--bytes compiles one step alone")
@@ -82,7 +102,9 @@ def plan(
     absent = missing(cluster.target)
     if size or not compile or absent:
         devices = abstract_mesh(axes or {"data": cluster.devices}, cluster.devices)
-        terminal.print_estimates(console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch)
+        terminal.print_estimates(
+            console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch
+        )
         if absent and compile and not size:
             raise BadInput(absent)
         return 0
@@ -107,7 +129,11 @@ def plan(
         write_svg(svg, made)
     if html:
         terminal.write_html(html, made)
-    print(f"report: {html.absolute().as_uri()}" if html else "for a report with all stages: --html FILE")
+    print(
+        f"report: {html.absolute().as_uri()}"
+        if html
+        else "for a report with all stages: --html FILE"
+    )
     failed = not made["fits"] or any(finding["level"] == "error" for finding in made["findings"])
     return 1 if strict and failed else 0
 
@@ -130,7 +156,10 @@ COMMAND = Command(
     (
         "r29 --target h100x8  # what eight H100s would do; needs pip install 'jspeed[aot]'",
         "r29 --no-compile  # parameters, memory and FLOPs; needs no compiler",
-        "r21 --against r29 --html report.html  # what a change costs, as a report that opens from disk",
+        (
+            "r21 --against r29 --html report.html  # what a change costs, as a report that opens"
+            " from disk"
+        ),
         "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
         "gpt2-xl --target a100x8  # a published size",
     ),

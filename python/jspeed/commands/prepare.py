@@ -1,4 +1,5 @@
-"""``jspeed prepare``: turn documents into token shards, ready to train on, or download them ready-made."""
+"""``jspeed prepare``: turn documents into token shards, ready to train on, or download them
+ready-made."""
 
 import shlex
 import sys
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, group_of
@@ -26,7 +34,12 @@ from jspeed.standard_streams import interruptible
 
 SHOWN = 5  # names of files that are passed over
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
-RECIPES = {"names": "microgpt-names", "shakespeare-char": "shakespeare-char", "tinystories": "tinystories"}  # by data
+# by data
+RECIPES = {
+    "names": "microgpt-names",
+    "shakespeare-char": "shakespeare-char",
+    "tinystories": "tinystories",
+}
 
 
 def _default(name: str) -> Path:
@@ -35,7 +48,8 @@ def _default(name: str) -> Path:
 
 
 def _prepare_named(name: str, out: Path | None, work: Callable[..., object]) -> None:
-    """As :func:`_prepare` in ``out``, or where a run finds the data called ``name``; with how to train its recipe."""
+    """As :func:`_prepare` in ``out``, or where a run finds the data called ``name``; with how to
+    train its recipe."""
     folder = out or _default(name)
     _prepare(folder, work)
     if recipe := RECIPES.get(name):
@@ -46,17 +60,22 @@ def _prepare_named(name: str, out: Path | None, work: Callable[..., object]) -> 
 
 
 def _prepare(folder: Path, work: Callable[..., object], unit: str = "bytes") -> None:
-    """Call ``work(folder, progress=...)`` under a progress bar, then print what the folder holds and how fast it was
-    made."""
+    """Call ``work(folder, progress=...)`` under a progress bar, then print what the folder holds
+    and how fast it was made."""
     before = complete_manifest(folder)
     counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+    ) as bar:
         task = bar.add_task(unit, total=None)
 
         try:
             with interruptible():
-                work(folder, progress=lambda count, total: bar.update(task, advance=count, total=total))
+                work(
+                    folder,
+                    progress=lambda count, total: bar.update(task, advance=count, total=total),
+                )
         except KeyboardInterrupt:
             print("interrupted; run the same command to resume", file=sys.stderr)
             raise
@@ -67,15 +86,25 @@ def _prepare(folder: Path, work: Callable[..., object], unit: str = "bytes") -> 
 
 
 def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
-    print(f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer {manifest['tokenizer']})")
+    print(
+        f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer"
+        f" {manifest['tokenizer']})"
+    )
     splits, source = manifest["splits"], manifest["source"]
     for name, total in splits.items():
         print(f"{name:>6} {total['tokens']:>14,} tokens {total['documents']:>11,} documents")
     documents = sum(total["documents"] for total in splits.values())
-    chosen = source.get("kind") == "text" and source.get("val_fraction", 0) is None and "val" not in source
+    chosen = (
+        source.get("kind") == "text"
+        and source.get("val_fraction", 0) is None
+        and "val" not in source
+    )
     if chosen and documents > 2:
         share = splits["val"]["documents"] / documents
-        print(f"{share:.1%} of the documents are for validation: {split.DEFAULT}; --val-fraction takes another part")
+        print(
+            f"{share:.1%} of the documents are for validation: {split.DEFAULT}; --val-fraction"
+            " takes another part"
+        )
     if manifest.get("truncated"):
         print(f"{manifest['truncated']:,} names are longer than a row and were cut")
     if seconds:
@@ -88,8 +117,8 @@ def _say_passed_over(inputs: Sequence[Path]) -> None:
     if names := sources.passed_over(inputs):
         more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
         say(
-            f"note: {len(names):,} of the folders' files are passed over, hidden or of other endings than "
-            f"{sources.ENDINGS}: {', '.join(names[:SHOWN])}{more}"
+            f"note: {len(names):,} of the folders' files are passed over, hidden or of other"
+            f" endings than {sources.ENDINGS}: {', '.join(names[:SHOWN])}{more}"
         )
 
 
@@ -103,8 +132,8 @@ def stdlib(out: Folder | None = None) -> None:
 
 
 def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
-    """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field "text"); but for .parquet
-    also compressed: .gz, .xz, .zst.
+    """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field
+    "text"); but for .parquet also compressed: .gz, .xz, .zst.
 
     Run again after an interruption, it resumes.
 
@@ -116,12 +145,16 @@ def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
     _prepare(out, partial(tokenise.prepare_text, inputs, options=options))
 
 
-def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folder, tokenizer: str = "gpt2") -> None:
-    """Make shards of the tokens that other programs have written: nanoGPT's train.bin and val.bin, .npy files.
+def tokens(
+    folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folder, tokenizer: str = "gpt2"
+) -> None:
+    """Make shards of the tokens that other programs have written: nanoGPT's train.bin and val.bin,
+    .npy files.
 
     Args:
-        folder: Folder of train.bin and val.bin (uint16 without a header), or of NAME_train_NUMBER.npy and
-            NAME_val_NUMBER.npy. llm.c's files are shards and need no preparation.
+        folder: Folder of train.bin and val.bin (uint16 without a header), or of
+            NAME_train_NUMBER.npy and NAME_val_NUMBER.npy. llm.c's files are shards and need no
+            preparation.
         out: Folder to make; it must be absent or empty.
         tokenizer: The tokenizer whose ids they are, as for prepare text.
     """
@@ -129,22 +162,28 @@ def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folde
     _prepare(out, partial(convert_tokens, folder, facts=facts, extra_files=extra_files))
 
 
-def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:
+def fineweb_(
+    shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None
+) -> None:
     """Download FineWeb's shards of GPT-2 tokens (200 MB each) from Hugging Face, several at a time.
 
     Run again after an interruption, it resumes; with more --shards it adds those. HF_ENDPOINT (a
     mirror), HF_HUB_OFFLINE and HF_TOKEN have their usual meaning.
 
     Args:
-        shards: Training shards of 100 M tokens; default: all, 103 of the 10B version or 1030 of 100B.
+        shards: Training shards of 100 M tokens; default: all, 103 of the 10B version or 1030 of
+            100B.
         version: Which sample of FineWeb.
-        out: Folder to make or to add to; default: one in the cache, where jspeed run finds the 10B version.
+        out: Folder to make or to add to; default: one in the cache, where jspeed run finds the 10B
+            version.
     """
     name = "fineweb" if version == "10B" else "fineweb100B"
     _prepare_named(name, out, partial(fineweb.prepare_fineweb, version=version, shards=shards))
 
 
-def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: Folder | None = None) -> None:
+def names(
+    input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: Folder | None = None
+) -> None:
     """Prepare names, one a line, in rows of equal length, for the recipe microgpt-names.
 
     Args:
@@ -156,7 +195,8 @@ def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: 
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
-    """Prepare a text as its characters, the last tenth for validation, for the recipe shakespeare-char.
+    """Prepare a text as its characters, the last tenth for validation, for the recipe
+    shakespeare-char.
 
     Args:
         input: Text file; default: 1.1 MB of Shakespeare, downloaded.
@@ -190,7 +230,8 @@ def tinystories(
         input: Its files (as of prepare text); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
         val_input: Its validation files; default: a part of the stories of --input.
         end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
-        processes: Processes that tokenise; default: one for each usable core, or one for little text.
+        processes: Processes that tokenise; default: one for each usable core, or one for little
+            text.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     options = Tokenising(val_input=val_input, end_of_text=end_of_text, processes=processes)
@@ -214,10 +255,13 @@ def openwebtext(
         end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
         val_fraction: Part of the documents that is for validation.
         seed: Seed of the permutation whose first documents are for validation.
-        processes: Processes that tokenise; default: one for each usable core, or one for little text.
+        processes: Processes that tokenise; default: one for each usable core, or one for little
+            text.
         out: Folder to make; default: one in the cache.
     """
-    options = Tokenising(val_fraction=val_fraction, seed=seed, end_of_text=end_of_text, processes=processes)
+    options = Tokenising(
+        val_fraction=val_fraction, seed=seed, end_of_text=end_of_text, processes=processes
+    )
     _say_passed_over(input)
     work = partial(named_data_sets.prepare_hub_text, "openwebtext", inputs=input, options=options)
     _prepare_named("openwebtext", out, work)
@@ -234,7 +278,9 @@ COMMAND = group_of(
                 "book.txt --out shards --tokenizer bytes  # needs no vocabulary, so no network",
             ),
         ),
-        "tokens": Command(tokens, ("nanoGPT/data/openwebtext --out shards  # its train.bin and val.bin",)),
+        "tokens": Command(
+            tokens, ("nanoGPT/data/openwebtext --out shards  # its train.bin and val.bin",)
+        ),
         "fineweb": Command(fineweb_, ("--shards 9  # enough for record 29",)),
         "names": Command(names, ("  # then: jspeed run microgpt-names",)),
         "shakespeare-char": Command(shakespeare_char, ("  # then: jspeed run shakespeare-char",)),

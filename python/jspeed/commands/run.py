@@ -1,4 +1,5 @@
-"""``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the record."""
+"""``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the
+record."""
 
 import os
 import shutil
@@ -14,7 +15,8 @@ from jspeed.files import write_whole
 from jspeed.run.options import BEST_ON_FINEWEB, Options
 from jspeed.standard_streams import escaped, interruptible, without_logs
 
-STDLIB_PROMPT = "    def __init__(self, "  # the library's files begin with comments, and so would a sample
+# the library's files begin with comments, and so would a sample
+STDLIB_PROMPT = "    def __init__(self, "
 
 
 def write_samples(run_dir: Path) -> None:
@@ -33,19 +35,29 @@ def write_samples(run_dir: Path) -> None:
         texts = sample(model, [prompt] * asked.number, asked.tokens, sampling)
         print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
         write_whole(run_dir / "samples.txt", joined(texts) + "\n")
-    except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
+    # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
+    except Exception as error:
         print(f"no sample: {first_line(error)}")
 
 
 def after_run(options: Options, run_dir: Path) -> None:
-    """Write the samples that are asked for; after a first run on GPUs print how to train the record's recipe."""
+    """Write the samples that are asked for; after a first run on GPUs print how to train the
+    record's recipe."""
     import jax
 
     if options.sample:
         write_samples(run_dir)
     asked_for_nothing = options.recipe is options.data is None
-    if asked_for_nothing and options.recipe_or_default != BEST_ON_FINEWEB and jax.default_backend() == "gpu":
-        command = "jspeed" if shutil.which("jspeed") else os.path.relpath(Path(sys.executable).with_name("jspeed"))
+    if (
+        asked_for_nothing
+        and options.recipe_or_default != BEST_ON_FINEWEB
+        and jax.default_backend() == "gpu"
+    ):
+        command = (
+            "jspeed"
+            if shutil.which("jspeed")
+            else os.path.relpath(Path(sys.executable).with_name("jspeed"))
+        )
         print(
             "These GPUs can train the record's recipe too, on FineWeb, 2 GB to download:\n"
             f"  {command} prepare fineweb --shards 9\n  {command} run {BEST_ON_FINEWEB}"
@@ -61,14 +73,16 @@ def run(
 ) -> int:
     """Train a recipe to its target loss under the clock.
 
-    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C,
-    143 SIGTERM.
+    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input,
+    130 Ctrl-C, 143 SIGTERM.
 
     Args:
         show_recipe: Print the recipe's file, to copy and to change, and stop.
         show_layout: Print how each parameter would be sharded, and stop.
-        show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
-        plan: Make several preregistered runs one after another; plan.json lists them before the first: n=4,seeds=1..4.
+        show_tiles: Print which devices would hold each tile of the parameter of this name, and
+            stop.
+        plan: Make several preregistered runs one after another; plan.json lists them before the
+            first: n=4,seeds=1..4.
     """
     with without_logs():
         from rich.console import Console
@@ -86,7 +100,11 @@ def run(
     if show_layout or show_tiles is not None:
         several: dict[str, object] = {"--plan": plan, "--coordinator": options.coordinator}
         several |= {"--processes": options.processes, "--process-id": options.process_id}
-        refuse(several, f"{'--show-layout' if show_layout else '--show-tiles'} prints for one process and stops")
+        refuse(
+            several,
+            f"{'--show-layout' if show_layout else '--show-tiles'} prints for one process and"
+            " stops",
+        )
         found, placed = load_recipe_and_placement(options)
         if show_layout:
             layout_table(Console(highlight=False), found.recipe, placed)
@@ -94,7 +112,11 @@ def run(
             tile_table(Console(highlight=False), found.recipe, placed, show_tiles)
         return 0
     with interruptible():
-        return run_series(options, plan) if plan is not None else train(options, partial(after_run, options))
+        return (
+            run_series(options, plan)
+            if plan is not None
+            else train(options, partial(after_run, options))
+        )
 
 
 COMMAND = Command(
@@ -110,8 +132,14 @@ COMMAND = Command(
     ),
     {
         "training": "data seed show_recipe target_loss set_ init_from",
-        "placement": "layout mesh show_layout show_tiles micro_batch attention coordinator processes process_id",
-        "length": "steps max_minutes checkpoint_every keep_checkpoints keep_best stop_at_target resume plan",
+        "placement": (
+            "layout mesh show_layout show_tiles micro_batch attention coordinator processes"
+            " process_id"
+        ),
+        "length": (
+            "steps max_minutes checkpoint_every keep_checkpoints keep_best stop_at_target resume"
+            " plan"
+        ),
         "output": "run_dir progress log accuracy profile sample",
     },
 )

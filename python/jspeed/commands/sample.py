@@ -32,23 +32,24 @@ def sample(
 ) -> None:
     """Generate text with a trained model, to the end of a document or for a number of tokens.
 
-    The first text appears while it is generated; the others, generated in the same batch, follow. Control characters,
-    which byte-level models produce too, appear as \\x1b.
+    The first text appears while it is generated; the others, generated in the same batch, follow.
+    Control characters, which byte-level models produce too, appear as \\x1b.
 
     Args:
-        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
-            GPT-2's config.json and model.safetensors.
+        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder,
+            or a folder with GPT-2's config.json and model.safetensors.
         prompt: Text to continue; default: the recipe's, or nothing.
         prompt_file: File with the text to continue, instead.
         number: How many texts; default: the recipe's, or 1 with a prompt.
         tokens: Most new tokens of a text; default: the recipe's.
-        temperature: 0 takes the most probable token, 1 draws from the model's probabilities; default: the recipe's.
+        temperature: 0 takes the most probable token, 1 draws from the model's probabilities;
+            default: the recipe's.
         top_k: Draw from the k most probable tokens only.
         top_p: Draw from the fewest tokens that together have this probability.
         seed: Seed of the draws; another one gives other texts.
         stop: End a text before this string.
-        bos: Put the token that begins a document, such as <|endoftext|>, before the prompt, as in training; --no-bos
-            leaves it out, as transformers and nanoGPT do.
+        bos: Put the token that begins a document, such as <|endoftext|>, before the prompt, as in
+            training; --no-bos leaves it out, as transformers and nanoGPT do.
         mesh: Spread the parameters over these devices, for example data=8.
     """
     with without_logs():
@@ -64,7 +65,9 @@ def sample(
     if number is None:
         number = defaults.number if text is None else 1
     if not number:
-        raise BadInput(f"recipe {loaded.recipe.name} samples nothing by itself; give --prompt or --number")
+        raise BadInput(
+            f"recipe {loaded.recipe.name} samples nothing by itself; give --prompt or --number"
+        )
     if temperature is None:
         temperature = defaults.temperature
     if temperature < GREEDY:
@@ -75,7 +78,10 @@ def sample(
         text = defaults.prompt
     if loaded.gpt2 and bos and text and (first := loaded.facts["bos_id"]) is not None:
         name = "<|endoftext|>" if loaded.facts["tokenizer"] == "gpt2" else f"token {first}"
-        say(f"note: {name} comes before the prompt, as before a document in training; --no-bos leaves it out")
+        say(
+            f"note: {name} comes before the prompt, as before a document in training; --no-bos"
+            " leaves it out"
+        )
     length = defaults.tokens if tokens is None else tokens
     stops = list(filter(None, [as_given("--stop", stop)]))
     prompts = [text] * number
@@ -103,7 +109,8 @@ def print_texts(prompts: Sequence[str], pieces: Iterable[Sequence[str]]) -> None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str | None:
-    """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is not text."""
+    """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is
+    not text."""
     if file is not None and prompt is not None:
         raise BadInput("found both --prompt and --prompt-file; give one of them")
     if file is None:
@@ -113,15 +120,19 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise BadInput(
-                f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter"
+                f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is"
+                " far shorter"
             )
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
+        raise BadInput(
+            f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file"
+        ) from None
 
 
 def as_given(flag: str, text: str | None) -> str | None:
-    """Return the UTF-8 that was typed, whatever the locale. Raises BadInput for half a character."""
+    """Return the UTF-8 that was typed, whatever the locale. Raises BadInput for half a
+    character."""
     try:
         return text and os.fsencode(text).decode()
     except UnicodeError:
@@ -133,7 +144,10 @@ COMMAND = Command(
     (
         "runs/mine  # what the recipe samples",
         'runs/mine --prompt "The sea" --number 3 --temperature 0.8  # three texts that begin so',
-        'gpt2/ --prompt "The sea" --temperature 0 --no-bos  # the greedy text of a GPT-2, as other tools give it',
+        (
+            'gpt2/ --prompt "The sea" --temperature 0 --no-bos  # the greedy text of a GPT-2, as'
+            " other tools give it"
+        ),
     ),
     {"sampling": "number tokens temperature top_k top_p seed stop bos"},
 )

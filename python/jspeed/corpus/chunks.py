@@ -1,7 +1,7 @@
 """Split input files into pieces of about 4 MB at document borders, for parallel tokenisation.
 
-A document is UTF-8 text as ``bytes``; empty ones are skipped, and so is a byte order mark at the start of a file. The
-split is deterministic.
+A document is UTF-8 text as ``bytes``; empty ones are skipped, and so is a byte order mark at the
+start of a file. The split is deterministic.
 """
 
 import codecs
@@ -18,17 +18,22 @@ from jspeed.errors import BadInput
 from jspeed.files import open_regular
 
 SEPARATOR = b"<|endoftext|>"
-# Endings, in any case. What ends in .json is a configuration or one list as often as it is documents.
+# Endings, in any case. What ends in .json is a configuration or one list as often as it is
+# documents.
 TEXTS, LINES, TABLES = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
-STRINGS = {f"{size}{kind}" for kind in ("string", "binary") for size in ("", "large_")} | {"string_view", "binary_view"}
+STRINGS = {f"{size}{kind}" for kind in ("string", "binary") for size in ("", "large_")} | {
+    "string_view",
+    "binary_view",
+}
 PIECE_BYTES = 4 << 20  # enough to be worth sending, little enough to hold
 
 
 class Segment(NamedTuple):
-    """Part of one file. ``content`` is text of a file, or the number of a .parquet file's row group.
+    """Part of one file. ``content`` is text of a file, or the number of a .parquet file's row
+    group.
 
-    ``line`` (from 1) and ``offset`` (bytes, decompressed) are where the text starts. ``whole`` says that it is a
-    whole file without a separator, so one document, to the byte.
+    ``line`` (from 1) and ``offset`` (bytes, decompressed) are where the text starts. ``whole`` says
+    that it is a whole file without a separator, so one document, to the byte.
     """
 
     path: Path
@@ -41,8 +46,11 @@ class Segment(NamedTuple):
 Piece = list[Segment]
 
 
-def pieces(paths: Iterable[Path], read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
-    """Yield the pieces of the files in order. ``read`` is told the bytes of input (compressed) just used up.
+def pieces(
+    paths: Iterable[Path], read: Callable[[int], None] = lambda count: None
+) -> Iterator[Piece]:
+    """Yield the pieces of the files in order. ``read`` is told the bytes of input (compressed) just
+    used up.
 
     Raises BadInput for a file that cannot be read; its content is checked by :func:`documents`.
     """
@@ -77,7 +85,8 @@ def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> It
 
 
 def ending(name: str) -> str:
-    """Return the ending that tells how a file is read, in lower case and without that of its compression, or ""."""
+    """Return the ending that tells how a file is read, in lower case and without that of its
+    compression, or ""."""
     stem, last = os.path.splitext(name.lower())
     if last in FORMATS:
         last = os.path.splitext(stem)[1]
@@ -88,11 +97,11 @@ def ending(name: str) -> str:
 def documents(segment: Segment) -> Iterator[bytes]:
     """Yield the documents of one segment.
 
-    ``LINES``: the string field ``text`` of each line; blank lines are skipped. ``TABLES``: the column ``text``, of
-    strings or bytes. ``TEXTS``: the whole file is one document, to the byte; but if it holds ``<|endoftext|>``, the
-    documents are what lies between these, without surrounding white space. Lines and texts may be compressed
-    (``FORMATS``). Raises BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot
-    be read.
+    ``LINES``: the string field ``text`` of each line; blank lines are skipped. ``TABLES``: the
+    column ``text``, of strings or bytes. ``TEXTS``: the whole file is one document, to the byte;
+    but if it holds ``<|endoftext|>``, the documents are what lies between these, without
+    surrounding white space. Lines and texts may be compressed (``FORMATS``). Raises BadInput with
+    the line, the row or the byte offset (in the decompressed text) of what cannot be read.
     """
     if isinstance(segment.content, int):
         texts = _rows(segment.path, segment.content)
@@ -142,7 +151,9 @@ def _lines(path: Path, content: bytes, first: int, offset: int) -> Iterator[byte
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise BadInput(f"{where} is not JSON ({error}); expected one object a line") from None
+                raise BadInput(
+                    f"{where} is not JSON ({error}); expected one object a line"
+                ) from None
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise BadInput(f'{where} lacks the string field "text"; expected {{"text": "..."}}')
             try:
@@ -165,7 +176,9 @@ def _checked(path: Path, content: bytes, offset: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+        raise BadInput(
+            f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8"
+        ) from None
 
 
 @contextmanager
@@ -173,12 +186,17 @@ def _parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise BadInput(f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt") from None
+        raise BadInput(
+            f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt"
+        ) from None
     try:
-        with open_regular(path) as raw, parquet.ParquetFile(raw) as file:  # of a path it takes UTF-8 only
+        # of a path it takes UTF-8 only
+        with open_regular(path) as raw, parquet.ParquetFile(raw) as file:
             yield file
     except (ArrowException, OSError) as error:
-        raise BadInput(f"{path} is corrupt or not parquet ({str(error).splitlines()[0]}); fetch it again") from None
+        raise BadInput(
+            f"{path} is corrupt or not parquet ({str(error).splitlines()[0]}); fetch it again"
+        ) from None
 
 
 def _row_groups(path: Path, read: Callable[[int], None]) -> Iterator[Segment]:
@@ -200,7 +218,9 @@ def _check_column(path: Path, schema: Any) -> None:
     if len(kinds) > 1:
         raise BadInput(f'{path} has {len(kinds)} columns called "text"; rename all but one')
     if str(kinds[0].value_type if is_dictionary(kinds[0]) else kinds[0]) not in STRINGS:
-        raise BadInput(f'column "text" of {path} holds {kinds[0]}; expected strings, or bytes in UTF-8')
+        raise BadInput(
+            f'column "text" of {path} holds {kinds[0]}; expected strings, or bytes in UTF-8'
+        )
 
 
 def _rows(path: Path, number: int) -> Iterator[bytes]:
@@ -210,12 +230,19 @@ def _rows(path: Path, number: int) -> Iterator[bytes]:
         try:
             column = file.read_row_group(number, columns=["text"]).column("text")
         except (ArrowException, OSError) as error:
-            raise BadInput(f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})") from None
-    arrays = (each.dictionary_decode() if isinstance(each, DictionaryArray) else each for each in column.chunks)
+            raise BadInput(
+                f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})"
+            ) from None
+    arrays = (
+        each.dictionary_decode() if isinstance(each, DictionaryArray) else each
+        for each in column.chunks
+    )
     for row, value in enumerate(chain.from_iterable(arrays)):
         text = value.as_buffer()
         if text is None:
-            raise BadInput(f'row {row} of row group {number} of {path} has no "text"; drop such rows')
+            raise BadInput(
+                f'row {row} of row group {number} of {path} has no "text"; drop such rows'
+            )
         document = text.to_pybytes()
         _checked(path, document, 0)
         yield document

@@ -1,4 +1,5 @@
-"""Open input files, decompressed by their ending: all that an .xz, .gz or .zst file holds is read, or it is refused."""
+"""Open input files, decompressed by their ending: all that an .xz, .gz or .zst file holds is read,
+or it is refused."""
 
 import gzip
 import io
@@ -18,10 +19,11 @@ BLOCK_BYTES = 1 << 20  # read at once
 
 @contextmanager
 def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield the content of a file, decompressed, and the file itself, whose position tells what was read of it.
+    """Yield the content of a file, decompressed, and the file itself, whose position tells what was
+    read of it.
 
-    Raises BadInput, also in the block, for a file that cannot be read, ends early, or holds what it should not, after
-    its last stream (xz), member (gzip) or frame (zstd) too.
+    Raises BadInput, also in the block, for a file that cannot be read, ends early, or holds what it
+    should not, after its last stream (xz), member (gzip) or frame (zstd) too.
     """
     name, decompressed = FORMATS.get(path.suffix.lower(), ("", None))
     try:
@@ -36,9 +38,13 @@ def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
     except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         if isinstance(error, OSError) and (error.errno or not name):
             raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
-        raise BadInput(f"{path} is corrupt or not {name} ({error}); fetch or compress it again") from None
+        raise BadInput(
+            f"{path} is corrupt or not {name} ({error}); fetch or compress it again"
+        ) from None
     except ModuleNotFoundError as error:
-        raise BadInput(f"{path} needs {error.name} to be read; pip install '.[parquet]', or decompress it") from None
+        raise BadInput(
+            f"{path} needs {error.name} to be read; pip install '.[parquet]', or decompress it"
+        ) from None
 
 
 def _zstd(raw: IO[bytes]) -> Any:
@@ -50,8 +56,8 @@ def _zstd(raw: IO[bytes]) -> Any:
 def _xz(raw: IO[bytes]) -> Iterator[bytes]:
     """Yield what all streams of an .xz file hold; padding of zeros may follow each.
 
-    Anything else raises LZMAError, and an end within a stream EOFError: ``lzma.open`` leaves out what follows a stream
-    and cannot be read.
+    Anything else raises LZMAError, and an end within a stream EOFError: ``lzma.open`` leaves out
+    what follows a stream and cannot be read.
     """
     rest = raw.read(BLOCK_BYTES)
     while rest:

@@ -37,7 +37,8 @@ class Download(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """A file of a Hugging Face data set, as the hub describes it; ``sha256`` is None for a file not in LFS."""
+    """A file of a Hugging Face data set, as the hub describes it; ``sha256`` is None for a file not
+    in LFS."""
 
     name: str
     size: int
@@ -55,9 +56,11 @@ def fetch(
     progress: Progress = no_progress,
     instead: str = "fetch it yourself and give the file",
 ) -> Path:
-    """Fetch ``file`` into ``folder`` (:func:`downloads`) unless it is there, with its hash, and return its path.
+    """Fetch ``file`` into ``folder`` (:func:`downloads`) unless it is there, with its hash, and
+    return its path.
 
-    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or is never what was expected.
+    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or is never what
+    was expected.
     """
     path = (folder or downloads()) / file.name
     writable_folder(path.parent, "the folder for downloads")
@@ -68,7 +71,10 @@ def fetch(
 
         def fault() -> str | None:
             came = sha256_of(part)
-            wrong = f"should have SHA-256 {file.sha256} but has {came}; it changed, or a proxy alters it"
+            wrong = (
+                f"should have SHA-256 {file.sha256} but has {came}; it changed, or a proxy"
+                " alters it"
+            )
             return wrong if came != file.sha256 else None
 
         _persist(file.url, partial(_get, file.url, part, progress), fault, instead)
@@ -76,7 +82,9 @@ def fetch(
     return path
 
 
-def _persist(what: str, get: Callable[[], object], fault: Callable[[], str | None], advice: str) -> None:
+def _persist(
+    what: str, get: Callable[[], object], fault: Callable[[], str | None], advice: str
+) -> None:
     """Call ``get`` until ``fault`` finds nothing wrong with what came, ``ATTEMPTS`` times at most.
 
     Raises BadInput, which names ``what`` and ends in ``advice``.
@@ -92,7 +100,8 @@ def _persist(what: str, get: Callable[[], object], fault: Callable[[], str | Non
             trouble = f"cannot be fetched ({type_and_line(error)})"
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
-                if error.code < 500 and error.code not in (408, 429):  # another attempt would be answered alike
+                # another attempt would be answered alike
+                if error.code < 500 and error.code not in (408, 429):
                     break
     raise BadInput(f"{what} {trouble}; {advice}")
 
@@ -121,9 +130,11 @@ def describe_hub(repository: str, names: Sequence[str]) -> tuple[str, list[Remot
 
 
 def list_hub(repository: str, ending: str) -> tuple[str, list[Remote]]:
-    """Return commit and files, sorted by name, of the first of ``REVISIONS`` that has files with this ``ending``.
+    """Return commit and files, sorted by name, of the first of ``REVISIONS`` that has files with
+    this ``ending``.
 
-    The hub's conversion is used only if complete. Raises BadInput where none has any, or the hub cannot be asked.
+    The hub's conversion is used only if complete. Raises BadInput where none has any, or the hub
+    cannot be asked.
     """
     for revision in REVISIONS:
         commit, remote = _files_of_hub(repository, revision)
@@ -134,19 +145,24 @@ def list_hub(repository: str, ending: str) -> tuple[str, list[Remote]]:
 
 
 def _files_of_hub(repository: str, revision: str) -> tuple[str, dict[str, Remote]]:
-    """Return the commit of ``revision`` and its files by name. Raises BadInput when the hub cannot be asked.
+    """Return the commit of ``revision`` and its files by name. Raises BadInput when the hub cannot
+    be asked.
 
-    Mirrors (HF_ENDPOINT), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are huggingface_hub's own.
+    Mirrors (HF_ENDPOINT), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are huggingface_hub's
+    own.
     """
     if not os.path.isdir(os.path.expanduser("~")):  # without a home folder its import would fail
         os.environ.setdefault("HF_HOME", str(cache_folder() / "huggingface"))
     from huggingface_hub import HfApi, RepoFile
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt; the last failure is raised
+    # it logs every attempt; the last failure is raised
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     api = HfApi()
     try:
         commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
-        known = list(api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset"))
+        known = list(
+            api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
+        )
     except Exception as error:
         raise BadInput(
             f"{_where(repository)} cannot be asked for its files ({type_and_line(error)}); {ADVICE}"
@@ -158,19 +174,26 @@ def _files_of_hub(repository: str, revision: str) -> tuple[str, dict[str, Remote
     }
 
 
-def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> None:
-    """Fetch ``files`` of a data set at ``commit`` into ``folder``, several at a time; those already there stay.
+def fetch_hub(
+    repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress
+) -> None:
+    """Fetch ``files`` of a data set at ``commit`` into ``folder``, several at a time; those already
+    there stay.
 
-    Interrupted downloads resume. After a kill, only completed files are kept, because huggingface_hub does not resume
-    partial ones across processes. Only one process at a time may fetch to ``folder``. Raises BadInput when a file
-    cannot be fetched, or always has another size or hash than the hub says, and NoRoom on a full disk.
+    Interrupted downloads resume. After a kill, only completed files are kept, because
+    huggingface_hub does not resume partial ones across processes. Only one process at a time may
+    fetch to ``folder``. Raises BadInput when a file cannot be fetched, or always has another size
+    or hash than the hub says, and NoRoom on a full disk.
     """
     missing = [file for file in files if not is_intact(folder / file.name, file)]
     for part in (folder / ".cache").rglob("*.incomplete"):
         part.unlink(missing_ok=True)
     need, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
     if need > free:
-        raise NoRoom(f"{folder} has room for {free / 1e9:.1f} GB but needs {need / 1e9:.1f} GB; free disk space")
+        raise NoRoom(
+            f"{folder} has room for {free / 1e9:.1f} GB but needs {need / 1e9:.1f} GB; free disk"
+            " space"
+        )
     stop = threading.Event()
     waiting = deque(missing)
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -191,7 +214,9 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
                     ended.put(error)
 
     # Daemons: an interrupted process does not wait for a silent network.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(WORKERS, len(missing)))]
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(WORKERS, len(missing)))
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -214,7 +239,9 @@ def is_intact(path: Path, file: Remote) -> bool:
     return file.sha256 is None or sha256_of(path) == file.sha256
 
 
-def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, count: Callable[[int], None]) -> None:
+def _fetch_checked(
+    repository: str, commit: str, file: Remote, folder: Path, count: Callable[[int], None]
+) -> None:
     from huggingface_hub import hf_hub_download
 
     path = folder / file.name

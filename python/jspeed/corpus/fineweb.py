@@ -1,4 +1,5 @@
-"""FineWeb as GPT-2 tokens, from the public data set of the speedrun: complete shards, checked by the hub's hashes."""
+"""FineWeb as GPT-2 tokens, from the public data set of the speedrun: complete shards, checked by
+the hub's hashes."""
 
 import json
 import os
@@ -24,7 +25,10 @@ class Version(NamedTuple):
     training_shards: int
 
 
-VERSIONS = {"10B": Version("kjj0/fineweb10B-gpt2", 103), "100B": Version("kjj0/fineweb100B-gpt2", 1030)}
+VERSIONS = {
+    "10B": Version("kjj0/fineweb10B-gpt2", 103),
+    "100B": Version("kjj0/fineweb100B-gpt2", 1030),
+}
 
 
 def shard_names(version: str, shards: int | None) -> list[str]:
@@ -35,8 +39,12 @@ def shard_names(version: str, shards: int | None) -> list[str]:
     most = VERSIONS[version].training_shards
     count = most if shards is None else shards
     if not 1 <= count <= most:
-        raise BadInput(f"--shards {count}: FineWeb {version} has 1 to {most} training shards of 100 M tokens")
-    return ["fineweb_val_000000.bin"] + [f"fineweb_train_{number:06d}.bin" for number in range(1, count + 1)]
+        raise BadInput(
+            f"--shards {count}: FineWeb {version} has 1 to {most} training shards of 100 M tokens"
+        )
+    return ["fineweb_val_000000.bin"] + [
+        f"fineweb_train_{number:06d}.bin" for number in range(1, count + 1)
+    ]
 
 
 def prepare_fineweb(
@@ -44,15 +52,16 @@ def prepare_fineweb(
 ) -> Path:
     """Download the shards that ``out`` lacks, write a manifest of all, and return ``out``.
 
-    They arrive in a hidden folder beside ``out``, are checked there, and are then renamed: whoever opens ``out`` sees
-    complete shards only. Interrupted downloads resume. ``progress`` is told bytes. Raises BadInput when ``out`` holds
-    other data, there is no network and shards are missing, or a file always has the wrong size or hash, and NoRoom on
-    a full disk.
+    They arrive in a hidden folder beside ``out``, are checked there, and are then renamed: whoever
+    opens ``out`` sees complete shards only. Interrupted downloads resume. ``progress`` is told
+    bytes. Raises BadInput when ``out`` holds other data, there is no network and shards are
+    missing, or a file always has the wrong size or hash, and NoRoom on a full disk.
     """
     names, repository = shard_names(version, shards), VERSIONS[version].repository
     existing = _existing(out, version)
     listed = {shard["name"] for shard in existing}
-    names += sorted({path.name for path in out.glob("*.bin")} - listed - set(names))  # training would read them
+    # training would read them
+    names += sorted({path.name for path in out.glob("*.bin")} - listed - set(names))
     if set(names) <= listed and complete_manifest(out):
         return out
     commit, files = download.describe_hub(repository, names)
@@ -61,12 +70,25 @@ def prepare_fineweb(
         partial.mkdir(exist_ok=True)
         with locked(partial) as ours:
             if ours is False:
-                raise BadInput(f"another process is downloading to {out}; wait for it, or choose another --out")
+                raise BadInput(
+                    f"another process is downloading to {out}; wait for it, or choose another --out"
+                )
             missing = [file for file in files if not download.is_intact(out / file.name, file)]
             download.fetch_hub(repository, commit, missing, partial, progress)
-            source = {"kind": "fineweb", "version": version, "repository": repository, "commit": commit}
-            records = [_record((partial if file in missing else out) / file.name, file) for file in files]
-            others = [shard for shard in existing if shard["name"] not in names and (out / shard["name"]).is_file()]
+            source = {
+                "kind": "fineweb",
+                "version": version,
+                "repository": repository,
+                "commit": commit,
+            }
+            records = [
+                _record((partial if file in missing else out) / file.name, file) for file in files
+            ]
+            others = [
+                shard
+                for shard in existing
+                if shard["name"] not in names and (out / shard["name"]).is_file()
+            ]
             manifest = manifest_of(records + others, {**GPT2, "mark": "before", "source": source})
             text = json.dumps(manifest, indent=1) + "\n"
             if not out.exists():
@@ -82,8 +104,11 @@ def prepare_fineweb(
 
 
 def _existing(out: Path, version: str) -> list[Shard]:
-    """Return the shards that the manifest of ``out`` lists. Raises BadInput where ``out`` holds other data."""
-    others = BadInput(f"output folder {out} holds other data than FineWeb {version}; choose another --out")
+    """Return the shards that the manifest of ``out`` lists. Raises BadInput where ``out`` holds
+    other data."""
+    others = BadInput(
+        f"output folder {out} holds other data than FineWeb {version}; choose another --out"
+    )
     if out.exists() and not out.is_dir():
         raise BadInput(f"output {out} is a file; expected a folder")
     if not {path.name for path in out.glob("*.bin")} <= set(shard_names(version, None)):
@@ -96,7 +121,8 @@ def _existing(out: Path, version: str) -> list[Shard]:
 
 
 def _record(path: Path, file: download.Remote) -> Shard:
-    """Return what the manifest says of a shard that was checked; raises BadInput for one that is not a shard."""
+    """Return what the manifest says of a shard that was checked; raises BadInput for one that is
+    not a shard."""
     return {
         "name": path.name,
         "split": "val" if "_val_" in path.name else "train",

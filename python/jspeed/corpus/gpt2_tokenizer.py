@@ -1,4 +1,5 @@
-"""Tell whether the files of a model are GPT-2's tokenizer, and what a GPT-2's config says of its tokens."""
+"""Tell whether the files of a model are GPT-2's tokenizer, and what a GPT-2's config says of its
+tokens."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,24 +11,41 @@ from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.files import read_json
 
-GPT2_TEXTS = "534ddd4fbe9e583a0d441b92c4e42756d21971510b2a3f263cf96cc31abd2f43"  # SHA-256 of a line "ID TEXT" of each
-PADDED_GPT2 = 50_304  # a multiple of 128: nanoGPT and llm.c make tables of this length for GPT-2's 50,257 ids
-OLDER_FILES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
+# SHA-256 of a line "ID TEXT" of each
+GPT2_TEXTS = "534ddd4fbe9e583a0d441b92c4e42756d21971510b2a3f263cf96cc31abd2f43"
+# a multiple of 128: nanoGPT and llm.c make tables of this length for GPT-2's 50,257 ids
+PADDED_GPT2 = 50_304
+OLDER_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)
 
 
 def is_gpt2(path: Path) -> bool:
-    """Whether a ``tokenizer.json`` or ``vocab.json`` makes the ids of text that GPT-2's tokenizer makes.
+    """Whether a ``tokenizer.json`` or ``vocab.json`` makes the ids of text that GPT-2's tokenizer
+    makes.
 
-    It may have more special tokens, which no text gives. The ids say in what order pairs are merged.
+    It may have more special tokens, which no text gives. The ids say in what order pairs are
+    merged.
     """
     try:
         vocabulary, special = read_json(path), {"<|endoftext|>"}
         if path.name == TOKENIZER_FILE:
             settings = vocabulary
             cut = settings["pre_tokenizer"]
-            if cut["type"] != "ByteLevel" or cut["add_prefix_space"] or cut.get("use_regex") is False:
+            if (
+                cut["type"] != "ByteLevel"
+                or cut["add_prefix_space"]
+                or cut.get("use_regex") is False
+            ):
                 return False
-            if settings["normalizer"] or not all(token["special"] for token in settings["added_tokens"]):
+            if settings["normalizer"] or not all(
+                token["special"] for token in settings["added_tokens"]
+            ):
                 return False
             special |= {token["content"] for token in settings["added_tokens"]}
             vocabulary = settings["model"]["vocab"]
@@ -39,11 +57,13 @@ def is_gpt2(path: Path) -> bool:
 
 
 def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:
-    """Return the facts of the tokenizer of a GPT-2: those that our export wrote into its ``config``, or its files'.
+    """Return the facts of the tokenizer of a GPT-2: those that our export wrote into its
+    ``config``, or its files'.
 
-    Without any, a table of GPT-2's length, or of that padded as nanoGPT does, is of GPT-2's ids. The config's ids that
-    begin and end a text count where the table has them; of other tokenizers not 50,256, which transformers writes when
-    nobody says another. Raises BadInput where nothing says how text becomes ids.
+    Without any, a table of GPT-2's length, or of that padded as nanoGPT does, is of GPT-2's ids.
+    The config's ids that begin and end a text count where the table has them; of other tokenizers
+    not 50,256, which transformers writes when nobody says another. Raises BadInput where nothing
+    says how text becomes ids.
     """
     if facts := config.get("tokenizer"):
         return facts
@@ -54,20 +74,31 @@ def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:
     elif path.exists():
         facts = file_tokenizer(path).facts
     elif older or ids not in (GPT2["vocab_size"], PADDED_GPT2):
-        what = f"its {older[0]} is not GPT-2's" if older else f"it has {ids:,} ids, not GPT-2's 50,257 (padded: 50,304)"
+        what = (
+            f"its {older[0]} is not GPT-2's"
+            if older
+            else f"it has {ids:,} ids, not GPT-2's 50,257 (padded: 50,304)"
+        )
         raise BadInput(
-            f"{folder} has no {TOKENIZER_FILE} that says how text becomes ids, and {what}; "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes one"
+            f"{folder} has no {TOKENIZER_FILE} that says how text becomes ids, and {what};"
+            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
+            " writes one"
         )
     else:
         facts = GPT2
     left_over = None if facts is GPT2 else GPT2_BOS
     named = [config.get("bos_token_id"), config.get("eos_token_id")]
     lists = [each if isinstance(each, list) else [each] for each in named]
-    begin, end = ([n for n in each if n is not None and 0 <= n < ids and n != left_over] for each in lists)
+    begin, end = (
+        [n for n in each if n is not None and 0 <= n < ids and n != left_over] for each in lists
+    )
     bos_id = begin[0] if begin else facts["bos_id"]
     count = max([facts["vocab_size"], *(n + 1 for n in begin + end)])
-    its_facts: TokenizerFacts = {"tokenizer": facts["tokenizer"], "vocab_size": count, "bos_id": bos_id}
+    its_facts: TokenizerFacts = {
+        "tokenizer": facts["tokenizer"],
+        "vocab_size": count,
+        "bos_id": bos_id,
+    }
     if end and end != [bos_id]:
         its_facts["end_ids"] = end
     return its_facts

@@ -1,4 +1,5 @@
-"""Prepare well-known data sets (names, Shakespeare, TinyStories, OpenWebText), downloaded or from a file."""
+"""Prepare well-known data sets (names, Shakespeare, TinyStories, OpenWebText), downloaded or from a
+file."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ INSTEAD = "fetch it yourself, or take a text of yours, and give it with --input 
 
 
 class HubText(NamedTuple):
-    """Texts on Hugging Face: the files for training and for validation, or none for all ``.parquet`` files.
+    """Texts on Hugging Face: the files for training and for validation, or none for all
+    ``.parquet`` files.
 
     ``permuted``: documents for validation are drawn by :func:`jspeed.corpus.split.by_permutation`.
     """
@@ -56,17 +58,23 @@ NAMES_ROW = 32  # tokens: the block of microgpt
 MOST_ROW = 4096  # all rows are made in memory
 
 
-def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, progress: Progress = no_progress) -> Path:
-    """Prepare names, one a line, as rows of ``row`` tokens: BOS, characters, BOS, then PAD to the end.
+def prepare_names(
+    out: Path, given: Path | None = None, row: int = NAMES_ROW, progress: Progress = no_progress
+) -> Path:
+    """Prepare names, one a line, as rows of ``row`` tokens: BOS, characters, BOS, then PAD to the
+    end.
 
-    Ids are the characters in order, then BOS, then PAD. The token after a row is the BOS of the next, so a name of
-    ``row - 1`` characters still ends where it should; of a longer one the first ``row - 2`` characters are kept, and
-    the manifest counts these as ``truncated``. Splits by :func:`jspeed.corpus.split.by_content_hash`. ``progress`` is
-    told the bytes downloaded; returns ``out``. Raises BadInput for a failed download, a bad text or row, and an ``out``
-    that is not empty.
+    Ids are the characters in order, then BOS, then PAD. The token after a row is the BOS of the
+    next, so a name of ``row - 1`` characters still ends where it should; of a longer one the first
+    ``row - 2`` characters are kept, and the manifest counts these as ``truncated``. Splits by
+    :func:`jspeed.corpus.split.by_content_hash`. ``progress`` is told the bytes downloaded; returns
+    ``out``. Raises BadInput for a failed download, a bad text or row, and an ``out`` that is not
+    empty.
     """
     if not 3 <= row <= MOST_ROW:
-        raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give 3 to {MOST_ROW:,} tokens")
+        raise BadInput(
+            f"--row {row}: a row holds BOS, a character and BOS; give 3 to {MOST_ROW:,} tokens"
+        )
     path = given or download.fetch(NAMES, progress=progress, instead=INSTEAD)
     names = [line.strip() for line in some_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))
@@ -74,7 +82,11 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols) + 2, bos)
     source = {"kind": "names", "sha256": sha256_of(path), "row": row}
     truncated = sum(len(name) > row - 1 for name in names)
-    description: Description = {**describe(tokenizer, "both", source), "pad_id": pad, "truncated": truncated}
+    description: Description = {
+        **describe(tokenizer, "both", source),
+        "pad_id": pad,
+        "truncated": truncated,
+    }
     hashes = np.array([hash_of(name.encode()) for name in names], np.uint64)
     is_val = split.by_content_hash(hashes)
     rows = np.full((len(names), row), pad, tokenizer.dtype)
@@ -91,7 +103,9 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
             chosen = rows[is_val == (split_name == "val")]
             lengths = np.full(len(chosen), row)
             lengths[-1] += 1  # what the last row's last token is followed by, as all others
-            yield EncodedDocuments(split_name, np.append(chosen.reshape(-1), chosen[-1:, 0]), lengths)
+            yield EncodedDocuments(
+                split_name, np.append(chosen.reshape(-1), chosen[-1:, 0]), lengths
+            )
 
     write_folder(out, batches(), description, "names")
     return out
@@ -100,15 +114,20 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
 def prepare_shakespeare(
     out: Path, characters: bool, given: Path | None = None, progress: Progress = no_progress
 ) -> Path:
-    """Prepare one text as nanoGPT does Shakespeare: the first nine tenths of its characters for training, no separator.
+    """Prepare one text as nanoGPT does Shakespeare: the first nine tenths of its characters for
+    training, no separator.
 
-    Tokens are ``characters`` (ids in the order of the text's sorted characters) or GPT-2's. Arguments, result and
-    errors as of :func:`prepare_names`.
+    Tokens are ``characters`` (ids in the order of the text's sorted characters) or GPT-2's.
+    Arguments, result and errors as of :func:`prepare_names`.
     """
     path = given or download.fetch(SHAKESPEARE, progress=progress, instead=INSTEAD)
     text = some_text(path)
     symbols = sorted(set(text))
-    tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
+    tokenizer = (
+        symbols_tokenizer(SYMBOLS, symbols, len(symbols), None)
+        if characters
+        else named_tokenizer("gpt2")
+    )
     source = {"kind": "text", "sha256": sha256_of(path), "train": SHAKESPEARE_TRAIN}
     description = describe(tokenizer, "none", source)
     cut = int(SHAKESPEARE_TRAIN * len(text))
@@ -139,7 +158,11 @@ def prepare_hub_text(
     if not inputs:
         folder = download.downloads() / repository.replace("/", "--")
         try:
-            listed = download.describe_hub(repository, files) if files else download.list_hub(repository, ".parquet")
+            listed = (
+                download.describe_hub(repository, files)
+                if files
+                else download.list_hub(repository, ".parquet")
+            )
             commit, remote = listed
             writable_folder(folder, "the folder for downloads")
             with locked(folder, wait=True):

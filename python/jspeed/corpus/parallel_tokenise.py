@@ -1,8 +1,8 @@
 """Resumable tokenisation in several processes: results on disk in input order, with a journal.
 
-The work folder holds ``tokens`` (uint16, or uint32 of a large vocabulary), ``documents`` (two uint64 for each: tokens,
-hash of the contents) and ``journal``: a JSON line for each piece done, with the documents and tokens so far. Data after
-its last complete line are discarded.
+The work folder holds ``tokens`` (uint16, or uint32 of a large vocabulary), ``documents`` (two
+uint64 for each: tokens, hash of the contents) and ``journal``: a JSON line for each piece done,
+with the documents and tokens so far. Data after its last complete line are discarded.
 """
 
 import json
@@ -36,7 +36,8 @@ tokenizer_of_process = cache(named_tokenizer)
 
 
 class Encoded(NamedTuple):
-    """The documents of one piece: their tokens joined, as the tokenizer gives them, and a ``RECORD`` of each."""
+    """The documents of one piece: their tokens joined, as the tokenizer gives them, and a
+    ``RECORD`` of each."""
 
     tokens: NDArray[np.unsignedinteger]
     records: NDArray[Any]
@@ -77,14 +78,20 @@ def tokenise(
     bos_id: int | None,
     processes: int,
 ) -> int:
-    """Tokenise ``pieces`` into ``folder`` after those already done; returns how many pieces those were.
+    """Tokenise ``pieces`` into ``folder`` after those already done; returns how many pieces those
+    were.
 
-    Raises BadInput for the first piece that cannot be read, and NoRoom on a full disk, which loses nothing.
+    Raises BadInput for the first piece that cannot be read, and NoRoom on a full disk, which loses
+    nothing.
     """
     itemsize = tokenizer_of_process(tokenizer).dtype.itemsize
     done = journal(folder, itemsize)
     total = done[-1] if done else Done()
-    with Lines(folder / "tokens") as tokens, Lines(folder / "documents") as records, Lines(folder / "journal") as lines:
+    with (
+        Lines(folder / "tokens") as tokens,
+        Lines(folder / "documents") as records,
+        Lines(folder / "journal") as lines,
+    ):
         tokens.file.truncate(itemsize * total.tokens)
         records.file.truncate(RECORD.itemsize * total.documents)
         lines.file.truncate(sum(len(f"{line}\n") for line in done))
@@ -94,16 +101,21 @@ def tokenise(
                 try:
                     tokens.append(encoded.tokens.tobytes(), sync=True)
                     records.append(encoded.records.tobytes(), sync=True)
-                    after = Done(total.documents + len(encoded.records), total.tokens + len(encoded.tokens))
+                    after = Done(
+                        total.documents + len(encoded.records), total.tokens + len(encoded.tokens)
+                    )
                     lines.write(str(after))
                 except NoRoom as error:
-                    raise NoRoom(f"{error}; the same command resumes after {total.documents:,} documents") from None
+                    raise NoRoom(
+                        f"{error}; the same command resumes after {total.documents:,} documents"
+                    ) from None
                 total = after
     return len(done)
 
 
 def journal(folder: Path, itemsize: int) -> list[Done]:
-    """Return the journal entries whose tokens, of ``itemsize`` bytes, and documents are completely on disk."""
+    """Return the journal entries whose tokens, of ``itemsize`` bytes, and documents are completely
+    on disk."""
     done: list[Done] = []
     with suppress(OSError, ValueError, TypeError):
         sizes = {name: (folder / name).stat().st_size for name in ("tokens", "documents")}
@@ -123,27 +135,36 @@ def records(folder: Path) -> NDArray[Any]:
     return np.fromfile(folder / "documents", RECORD)
 
 
-def batches(folder: Path, is_val: NDArray[np.bool_], dtype: np.dtype[Any]) -> Iterator[EncodedDocuments]:
-    """Yield the documents of a finished work folder in order, a piece at a time, each in its split."""
+def batches(
+    folder: Path, is_val: NDArray[np.bool_], dtype: np.dtype[Any]
+) -> Iterator[EncodedDocuments]:
+    """Yield the documents of a finished work folder in order, a piece at a time, each in its
+    split."""
     lengths = records(folder)["tokens"].astype(np.int64)
     first = Done()
     for line in journal(folder, dtype.itemsize):
         if count := line.tokens - first.tokens:
-            tokens = np.fromfile(folder / "tokens", dtype, count, offset=dtype.itemsize * first.tokens)
+            tokens = np.fromfile(
+                folder / "tokens", dtype, count, offset=dtype.itemsize * first.tokens
+            )
             part = slice(first.documents, line.documents)
             for split in SPLITS:
                 chosen = is_val[part] == (split == "val")
                 if chosen.any():
-                    yield EncodedDocuments(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
+                    yield EncodedDocuments(
+                        split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen]
+                    )
         first = line
 
 
 @contextmanager
 def work_folder(out: Path, key: str) -> Iterator[Path]:
-    """Yield a hidden folder beside ``out`` for the work with this ``key``, the one left by an interrupted process.
+    """Yield a hidden folder beside ``out`` for the work with this ``key``, the one left by an
+    interrupted process.
 
-    It is removed when the work is done or fails; it stays when the process is interrupted or the disk is full. Folders
-    of other keys for the same ``out`` are removed. Raises BadInput while another process works in it.
+    It is removed when the work is done or fails; it stays when the process is interrupted or the
+    disk is full. Folders of other keys for the same ``out`` are removed. Raises BadInput while
+    another process works in it.
     """
     with writing_to(out) as out:
         folder = out.parent / f".{out.name}.{key}.work"
@@ -151,7 +172,9 @@ def work_folder(out: Path, key: str) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         with locked(folder) as ours:
             if ours is False:
-                raise BadInput(f"another process is preparing {out}; wait for it, or choose another --out")
+                raise BadInput(
+                    f"another process is preparing {out}; wait for it, or choose another --out"
+                )
             try:
                 yield folder
             except (NoRoom, KeyboardInterrupt, SystemExit):

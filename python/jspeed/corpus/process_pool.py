@@ -1,11 +1,13 @@
 """An ordered process pool whose workers never outlive their parent.
 
-Why not ``concurrent.futures``: the workers of ProcessPoolExecutor outlive a killed parent, get Ctrl-C too, are waited
-for at the end, and import the user's script again, which fails without ``if __name__ == "__main__"``. Threads would run
-one at a time in ``encode`` of tokenizers, which holds Python's lock (tiktoken's does not), and in the reading of JSON.
+Why not ``concurrent.futures``: the workers of ProcessPoolExecutor outlive a killed parent, get
+Ctrl-C too, are waited for at the end, and import the user's script again, which fails without ``if
+__name__ == "__main__"``. Threads would run one at a time in ``encode`` of tokenizers, which holds
+Python's lock (tiktoken's does not), and in the reading of JSON.
 
-A worker here is a plain child process with a pipe in each direction, served by a thread. Ctrl-C does not reach it (a
-session of its own), and it ends when its input pipe closes, whatever it is doing.
+A worker here is a plain child process with a pipe in each direction, served by a thread. Ctrl-C
+does not reach it (a session of its own), and it ends when its input pipe closes, whatever it is
+doing.
 """
 
 import os
@@ -37,7 +39,8 @@ def in_order(
 ) -> Generator[Result, None, None]:
     """Yield ``function(item)`` of each item in order; the first exception in input order is raised.
 
-    ``function``, items and results cross pipes as pickles; a worker is started when there is an item for it.
+    ``function``, items and results cross pipes as pickles; a worker is started when there is an
+    item for it.
     """
     if processes == 1:
         yield from map(function, items)
@@ -75,19 +78,25 @@ def in_order(
             worker.kill()
         threads.shutdown(cancel_futures=True)
         for worker in workers:
-            with suppress(BrokenPipeError), worker:  # leaving it writes what its input still holds, and waits for it
+            # leaving it writes what its input still holds, and waits for it
+            with suppress(BrokenPipeError), worker:
                 pass
 
 
 def _started() -> Worker:
     # -P: the current folder may hold a module of a name that Python imports.
     command = [sys.executable, "-P", "-c", SERVE]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # as this process finds modules
+    # as this process finds modules
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True
+        )
     except OSError as error:
-        raise NoRoom(f"another process cannot be started ({error.strerror}); give fewer --processes") from None
+        raise NoRoom(
+            f"another process cannot be started ({error.strerror}); give fewer --processes"
+        ) from None
 
 
 def _answer(worker: Worker, request: tuple[Callable[[Any], Any], Any]) -> Any:
@@ -107,14 +116,18 @@ def _answer(worker: Worker, request: tuple[Callable[[Any], Any], Any]) -> Any:
 def _gone(worker: Worker) -> NoRoom:
     """Return the error for a worker that died."""
     if (code := worker.wait()) > 0:
-        return NoRoom(f"a tokenising process ended with exit code {code} (see above); finished work is kept")
+        return NoRoom(
+            f"a tokenising process ended with exit code {code} (see above); finished work is kept"
+        )
     return NoRoom(
-        "a tokenising process was killed, probably out of memory; run the same command with fewer --processes to resume"
+        "a tokenising process was killed, probably out of memory; run the same command with fewer"
+        " --processes to resume"
     )
 
 
 def serve() -> None:
-    """Read (function, item) from the standard input, and write what the function returns or raises, again and again."""
+    """Read (function, item) from the standard input, and write what the function returns or raises,
+    again and again."""
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what something prints is not an answer
     threading.Thread(target=_end_with_parent, daemon=True).start()

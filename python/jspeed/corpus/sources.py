@@ -1,4 +1,5 @@
-"""Find source documents, in a fixed order: the standard library's own files, or text files on disk."""
+"""Find source documents, in a fixed order: the standard library's own files, or text files on
+disk."""
 
 import hashlib
 import json
@@ -16,17 +17,22 @@ from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
 from jspeed.files import as_text, read_input, sha256_of
 
-# Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
-# ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.
+# Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter,
+# turtledemo, ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils)
+# and test suites.
 EXCLUDED_FOLDERS = frozenset(
-    "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo ensurepip"
-    " macholib lib2to3 distutils".split()
+    "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo"
+    " ensurepip macholib lib2to3 distutils".split()
 )
-# Single files that are split off with tkinter (turtle), or made by one machine's build or its distribution.
-EXCLUDED_FILES = frozenset(["turtle.py", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"])
+# Single files that are split off with tkinter (turtle), or made by one machine's build or its
+# distribution.
+EXCLUDED_FILES = frozenset(
+    ["turtle.py", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"]
+)
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
-# About 1 file in 32 is for validation: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
+# About 1 file in 32 is for validation: 353,796 of 9.8 million tokens with CPython 3.11.7, more with
+# 3.12 and 3.13.
 STDLIB_VALIDATION_ONE_IN = 32
 
 ENDINGS = f"{', '.join(TEXTS + LINES)} (also {', '.join(FORMATS)}) or {', '.join(TABLES)}"
@@ -41,35 +47,50 @@ def stdlib_root() -> Path:
 def stdlib_files() -> list[tuple[str, int]]:
     """Return (relative POSIX path, bytes) of the standard library's ``.py`` files, sorted by path.
 
-    Empty files are skipped. So that the data of two distributions resemble each other, three things are left
-    out: test suites, folders that distributions split off, drop or move (``EXCLUDED_FOLDERS``), and files
-    made for one machine or distribution (``EXCLUDED_FILES`` and names that begin with ``EXCLUDED_PREFIXES``).
-    Raises BadInput when nothing is left, as for an interpreter that keeps its library in a zip file.
+    Empty files are skipped. So that the data of two distributions resemble each other, three things
+    are left out: test suites, folders that distributions split off, drop or move
+    (``EXCLUDED_FOLDERS``), and files made for one machine or distribution (``EXCLUDED_FILES`` and
+    names that begin with ``EXCLUDED_PREFIXES``). Raises BadInput when nothing is left, as for an
+    interpreter that keeps its library in a zip file.
     """
     root = stdlib_root()
     sources = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in EXCLUDED_FOLDERS and not f.startswith(EXCLUDED_PREFIXES)]
+        folders[:] = [
+            f for f in folders if f not in EXCLUDED_FOLDERS and not f.startswith(EXCLUDED_PREFIXES)
+        ]
         for name in names:
             path = Path(folder, name)
-            if not name.endswith(".py") or name in EXCLUDED_FILES or name.startswith(EXCLUDED_PREFIXES):
+            if (
+                not name.endswith(".py")
+                or name in EXCLUDED_FILES
+                or name.startswith(EXCLUDED_PREFIXES)
+            ):
                 continue
             if path.is_file() and (size := path.stat().st_size):
                 sources.append((path.relative_to(root).as_posix(), size))
     if not sources:
-        raise BadInput(f"this Python's standard library {root} holds no .py sources; use another Python")
+        raise BadInput(
+            f"this Python's standard library {root} holds no .py sources; use another Python"
+        )
     return sorted(sources)
 
 
 def stdlib_key(files: Sequence[tuple[str, int]]) -> str:
-    """Return 12 hexadecimal digits for this Python's version, its source files and how they are split."""
-    identity = [platform.python_implementation(), platform.python_version(), STDLIB_VALIDATION_ONE_IN, files]
+    """Return 12 hexadecimal digits for this Python's version, its source files and how they are
+    split."""
+    identity = [
+        platform.python_implementation(),
+        platform.python_version(),
+        STDLIB_VALIDATION_ONE_IN,
+        files,
+    ]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
 def stdlib_documents(files: Iterable[tuple[str, int]]) -> Iterator[tuple[Split, bytes]]:
-    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order; the split depends on the path
-    alone. Raises BadInput."""
+    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order; the split
+    depends on the path alone. Raises BadInput."""
     for name, _ in files:
         is_val = hash_of(name.encode()) % STDLIB_VALIDATION_ONE_IN == 0
         yield "val" if is_val else "train", read_input(stdlib_root() / name, "use another Python")
@@ -83,9 +104,10 @@ def hash_of(content: bytes) -> int:
 def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Return (name, path) of each text file among ``inputs``, in their order, none twice.
 
-    A folder stands for the files below it that :func:`jspeed.corpus.chunks.ending` knows, sorted by relative POSIX
-    path, without :func:`passed_over`. The name is relative to the folder, or the file's own.
-    Raises BadInput for a missing input, an unknown ending and a folder without text files.
+    A folder stands for the files below it that :func:`jspeed.corpus.chunks.ending` knows, sorted by
+    relative POSIX path, without :func:`passed_over`. The name is relative to the folder, or the
+    file's own. Raises BadInput for a missing input, an unknown ending and a folder without text
+    files.
     """
     by_path: dict[str, tuple[str, Path]] = {}
     for given in inputs:
@@ -102,8 +124,9 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def passed_over(inputs: Iterable[Path]) -> list[str]:
-    """Return the relative paths of what is not read of the folders among ``inputs``, sorted: files of other endings,
-    hidden files and folders, and links to folders. A folder that cannot be read is left to :func:`text_files`."""
+    """Return the relative paths of what is not read of the folders among ``inputs``, sorted: files
+    of other endings, hidden files and folders, and links to folders. A folder that cannot be read
+    is left to :func:`text_files`."""
     names = set()
     for given in inputs:
         with suppress(OSError):
@@ -112,7 +135,8 @@ def passed_over(inputs: Iterable[Path]) -> list[str]:
 
 
 def _names(given: Path) -> list[str]:
-    """Return the relative paths of the text files that ``given`` stands for; a file's own is empty."""
+    """Return the relative paths of the text files that ``given`` stands for; a file's own is
+    empty."""
     if given.is_dir():
         names = sorted(name for name, is_read in _below(given) if is_read)
         if not names:
@@ -128,13 +152,16 @@ def _names(given: Path) -> list[str]:
 
 
 def _below(root: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the relative path of each file, and of each folder that is not entered, and whether it is read."""
+    """Yield the relative path of each file, and of each folder that is not entered, and whether it
+    is read."""
 
     def stop(error: OSError) -> None:
         raise error
 
     for folder, folders, names in os.walk(root, onerror=stop):
-        closed = [name for name in folders if name.startswith(".") or os.path.islink(Path(folder, name))]
+        closed = [
+            name for name in folders if name.startswith(".") or os.path.islink(Path(folder, name))
+        ]
         folders[:] = [name for name in folders if name not in closed]
         below = Path(folder).relative_to(root)
         for name in closed:
@@ -144,7 +171,8 @@ def _below(root: Path) -> Iterator[tuple[str, bool]]:
 
 
 def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
-    """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first names.
+    """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first
+    names.
 
     Raises BadInput for a file that cannot be read.
     """
@@ -160,7 +188,8 @@ def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
 
 
 def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
-    """Return size (bytes) and time of last change (ns) of each file, to tell whether one changed while it was read.
+    """Return size (bytes) and time of last change (ns) of each file, to tell whether one changed
+    while it was read.
 
     Raises BadInput for a file that cannot be read.
     """

@@ -1,4 +1,5 @@
-"""Text to token ids and back: tiktoken's encodings, a tokenizer.json, bytes, or a list of symbols."""
+"""Text to token ids and back: tiktoken's encodings, a tokenizer.json, bytes, or a list of
+symbols."""
 
 import hashlib
 import json
@@ -18,7 +19,8 @@ from jspeed.errors import BadInput, nearest
 from jspeed.files import read_input, write_whole
 
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
-TOKENIZER_FILE = "tokenizer.json"  # beside the shards, and in the run directory, of a tokenizer that is a file
+# beside the shards, and in the run directory, of a tokenizer that is a file
+TOKENIZER_FILE = "tokenizer.json"
 
 SYMBOLS = "symbols"  # the name of every tokenizer that is a list of characters
 TOKENIZERS = {  # of each named data set of ``jspeed prepare``
@@ -31,8 +33,18 @@ TOKENIZERS = {  # of each named data set of ``jspeed prepare``
     "stdlib": "bytes",
 }
 
-# Special tokens that separate documents where none is named; the first present is used, as llm.c does for Llama 3.
-SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>", "[CLS]", "<|end_of_text|>", "<eos>", "</s>")
+# Special tokens that separate documents where none is named; the first present is used, as llm.c
+# does for Llama 3.
+SEPARATORS = (
+    "<|endoftext|>",
+    "<|begin_of_text|>",
+    "<bos>",
+    "<s>",
+    "[CLS]",
+    "<|end_of_text|>",
+    "<eos>",
+    "</s>",
+)
 SHOWN = 20  # special tokens that a message lists
 GPT2_BOS = 50_256  # <|endoftext|>
 GPT2: TokenizerFacts = {"tokenizer": "gpt2", "vocab_size": GPT2_BOS + 1, "bos_id": GPT2_BOS}
@@ -40,11 +52,12 @@ GPT2: TokenizerFacts = {"tokenizer": "gpt2", "vocab_size": GPT2_BOS + 1, "bos_id
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """``encode`` maps UTF-8 to ids (``dtype``); ``decode`` maps ids to UTF-8 and drops special tokens and padding.
+    """``encode`` maps UTF-8 to ids (``dtype``); ``decode`` maps ids to UTF-8 and drops special
+    tokens and padding.
 
-    ``bos_id`` is the id that separates documents, or None. ``symbols`` are the texts of the ids from 0 on, for a
-    tokenizer that is a list of symbols, else empty; ``content`` is that of a tokenizer.json, else empty; ``special``
-    holds the id of each special token that has a name.
+    ``bos_id`` is the id that separates documents, or None. ``symbols`` are the texts of the ids
+    from 0 on, for a tokenizer that is a list of symbols, else empty; ``content`` is that of a
+    tokenizer.json, else empty; ``special`` holds the id of each special token that has a name.
     """
 
     name: str
@@ -64,22 +77,28 @@ class Tokenizer:
     @property
     def facts(self) -> TokenizerFacts:
         """What :func:`tokenizer_of` makes this tokenizer from, ready for JSON."""
-        facts: TokenizerFacts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "bos_id": self.bos_id}
+        facts: TokenizerFacts = {
+            "tokenizer": self.name,
+            "vocab_size": self.vocab_size,
+            "bos_id": self.bos_id,
+        }
         if self.symbols:
             facts["symbols"] = list(self.symbols)
         return facts
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files (name -> content) that its tokens need beside them: a tokenizer.json, or none."""
+        """The files (name -> content) that its tokens need beside them: a tokenizer.json, or
+        none."""
         return {TOKENIZER_FILE: self.content} if self.content else {}
 
     def separated_by(self, token: str) -> "Tokenizer":
-        """Return this tokenizer with another separator of documents. Raises BadInput for what is no special token."""
+        """Return this tokenizer with another separator of documents. Raises BadInput for what is no
+        special token."""
         if token not in self.special:
             raise BadInput(
-                f"--separator-token {token} is no special token of tokenizer {self.name}{nearest(token, self.special)};"
-                f" it has {self.special_names()}"
+                f"--separator-token {token} is no special token of tokenizer"
+                f" {self.name}{nearest(token, self.special)}; it has {self.special_names()}"
             )
         return replace(self, bos_id=self.special[token])
 
@@ -107,25 +126,38 @@ def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokeni
     path = (folder or Path()) / TOKENIZER_FILE
     tokenizer = named_tokenizer(str(path))
     if tokenizer.name != name:
-        raise BadInput(f"{path} is {tokenizer.name}, but the text was tokenised with {name}; copy that one there")
+        raise BadInput(
+            f"{path} is {tokenizer.name}, but the text was tokenised with {name}; copy that one"
+            " there"
+        )
     return tokenizer
 
 
 def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> None:
-    """Copy the file of a tokenizer that is one. Raises BadInput where it is missing, or not the one of ``facts``."""
+    """Copy the file of a tokenizer that is one. Raises BadInput where it is missing, or not the one
+    of ``facts``."""
     if facts and facts["tokenizer"].startswith(f"{TOKENIZER_FILE}@"):
         write_whole(to / TOKENIZER_FILE, tokenizer_of(facts, folder).content)
 
 
 def unit_of(facts: Mapping[str, Any]) -> str:
-    """Return the unit of a loss per token: ``byte``, ``character`` or, for pieces of words, ``token``."""
-    return "byte" if facts.get("tokenizer") == "bytes" else "character" if facts.get("symbols") else "token"
+    """Return the unit of a loss per token: ``byte``, ``character`` or, for pieces of words,
+    ``token``."""
+    return (
+        "byte"
+        if facts.get("tokenizer") == "bytes"
+        else "character"
+        if facts.get("symbols")
+        else "token"
+    )
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Return ``gpt2``, ``bytes``, another encoding of tiktoken, or the tokenizer in a file ``*.json``.
+    """Return ``gpt2``, ``bytes``, another encoding of tiktoken, or the tokenizer in a file
+    ``*.json``.
 
-    Raises BadInput for an unknown name, a file that is no tokenizer, and a vocabulary that cannot be fetched.
+    Raises BadInput for an unknown name, a file that is no tokenizer, and a vocabulary that cannot
+    be fetched.
     """
     if name.endswith(".json"):
         return file_tokenizer(Path(name))
@@ -133,7 +165,8 @@ def named_tokenizer(name: str) -> Tokenizer:
 
 
 def named_facts(name: str) -> tuple[TokenizerFacts, dict[str, bytes]]:
-    """Return what a manifest says of :func:`named_tokenizer`, and the files beside it; gpt2 needs no vocabulary."""
+    """Return what a manifest says of :func:`named_tokenizer`, and the files beside it; gpt2 needs
+    no vocabulary."""
     if name == GPT2["tokenizer"]:
         return GPT2, {}
     chosen = named_tokenizer(name)
@@ -146,11 +179,14 @@ def bytes_tokenizer() -> Tokenizer:
     def decode(ids: Iterable[int]) -> bytes:
         return bytes(token for token in ids if token < 256)
 
-    return Tokenizer("bytes", 257, 256, lambda text: np.frombuffer(text, np.uint8).astype("<u2"), decode)
+    return Tokenizer(
+        "bytes", 257, 256, lambda text: np.frombuffer(text, np.uint8).astype("<u2"), decode
+    )
 
 
 def tiktoken_encoding(name: str) -> Any:
-    """Return ``tiktoken.get_encoding(name)``. Raises BadInput for an unknown one, and where it cannot be fetched."""
+    """Return ``tiktoken.get_encoding(name)``. Raises BadInput for an unknown one, and where it
+    cannot be fetched."""
     import tiktoken
 
     known = tiktoken.list_encoding_names()
@@ -164,13 +200,14 @@ def tiktoken_encoding(name: str) -> Any:
     except (OSError, ValueError) as error:
         whose = "GPT-2's" if name == "gpt2" else f"{name}'s"
         raise BadInput(
-            f"tiktoken cannot fetch {whose} vocabulary ({type(error).__name__}); connect to the network,"
-            " set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
+            f"tiktoken cannot fetch {whose} vocabulary ({type(error).__name__}); connect to the"
+            " network, set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
         ) from None
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """Return an encoding of tiktoken; its ``<|endoftext|>`` (gpt2: 50256), which no text gives, separates documents."""
+    """Return an encoding of tiktoken; its ``<|endoftext|>`` (gpt2: 50256), which no text gives,
+    separates documents."""
     encoding = tiktoken_encoding(name)
     special = {text: encoding.encode_single_token(text) for text in encoding.special_tokens_set}
     hidden = frozenset(special.values())
@@ -194,21 +231,25 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
 
 
 def gpt2_byte_pairs() -> list[bytes]:
-    """Return GPT-2's tokens by id, empty for ``<|endoftext|>``. Raises BadInput where they cannot be fetched."""
+    """Return GPT-2's tokens by id, empty for ``<|endoftext|>``. Raises BadInput where they cannot
+    be fetched."""
     gpt2 = tiktoken_tokenizer("gpt2")
     return [gpt2.decode([token]) for token in range(gpt2.vocab_size)]
 
 
 def file_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``; its name contains the file's hash, and ``content`` is the file.
+    """Return the tokenizer of a ``tokenizer.json``; its name contains the file's hash, and
+    ``content`` is the file.
 
-    Special tokens are never produced from text; one of ``SEPARATORS``, if there is any, separates documents. Raises
-    BadInput for a file that is no tokenizer, and where the library is missing.
+    Special tokens are never produced from text; one of ``SEPARATORS``, if there is any, separates
+    documents. Raises BadInput for a file that is no tokenizer, and where the library is missing.
     """
     try:
         import tokenizers
     except ImportError:
-        raise BadInput(f"{path} needs the package tokenizers to be read; pip install '.[tokenizers]'") from None
+        raise BadInput(
+            f"{path} needs the package tokenizers to be read; pip install '.[tokenizers]'"
+        ) from None
     content = read_input(path, "give a tokenizer.json")
     try:
         made = tokenizers.Tokenizer.from_buffer(content)
@@ -227,14 +268,18 @@ def file_tokenizer(path: Path) -> Tokenizer:
     vocab_size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     name = f"{TOKENIZER_FILE}@{hashlib.sha256(content).hexdigest()[:16]}"
     check_size(str(path), vocab_size)
-    dtype, piece = id_dtype(vocab_size), _pieces(made, settings.get("decoder"), frozenset(added) - {*special})
+    dtype, piece = (
+        id_dtype(vocab_size),
+        _pieces(made, settings.get("decoder"), frozenset(added) - {*special}),
+    )
 
     def encode(text: bytes) -> NDArray[np.unsignedinteger]:
         try:
             return np.array(made.encode(text.decode(), add_special_tokens=False).ids, dtype)
         except Exception as error:
             raise BadInput(
-                f"{path} cannot encode a document ({error}); use a tokenizer that covers all characters"
+                f"{path} cannot encode a document ({error}); use a tokenizer that covers all"
+                " characters"
             ) from None
 
     def decode(ids: Iterable[int]) -> bytes:
@@ -244,10 +289,13 @@ def file_tokenizer(path: Path) -> Tokenizer:
 
 
 def _pieces(made: Any, decoder: Any, added: frozenset[str]) -> Callable[[int], bytes]:
-    """Return what gives the bytes of one id, with the space that some tokenizers keep before a word."""
+    """Return what gives the bytes of one id, with the space that some tokenizers keep before a
+    word."""
     kinds = set(re.findall(r'"type": "(\w+)"', json.dumps(decoder)))
     byte_of = {character: byte for byte, character in _characters_of_bytes().items()}
-    anchor = next((n for n in range(made.get_vocab_size()) if _decoded(made, [n]).strip().isalnum()), None)
+    anchor = next(
+        (n for n in range(made.get_vocab_size()) if _decoded(made, [n]).strip().isalnum()), None
+    )
 
     @cache
     def piece(token: int) -> bytes:
@@ -272,14 +320,24 @@ def _decoded(made: Any, ids: list[int]) -> str:
 
 
 def _characters_of_bytes() -> dict[int, str]:
-    """Return the printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Return the printable character that stands for each byte in byte-level vocabularies (Radford
+    et al. 2019)."""
+    shown = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + n) for n, byte in enumerate(others)
+    }
 
 
-def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id: int | None) -> Tokenizer:
-    """Return the tokenizer whose id i is the character ``symbols[i]``; ids from ``len(symbols)`` on have no text.
+def symbols_tokenizer(
+    name: str, symbols: Sequence[str], vocab_size: int, bos_id: int | None
+) -> Tokenizer:
+    """Return the tokenizer whose id i is the character ``symbols[i]``; ids from ``len(symbols)`` on
+    have no text.
 
     Its ``encode`` raises BadInput for a character that is not among them.
     """
@@ -293,8 +351,8 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
         strange = np.flatnonzero(points[places] != given)
         if strange.size:
             raise BadInput(
-                f"character {chr(given[strange[0]])!r} is not among the {len(symbols)} symbols of tokenizer '{name}'; "
-                "leave it out"
+                f"character {chr(given[strange[0]])!r} is not among the {len(symbols)} symbols of"
+                f" tokenizer '{name}'; leave it out"
             )
         return places.astype(id_dtype(vocab_size))
 
@@ -307,4 +365,7 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
 def check_size(name: str, vocab_size: int) -> None:
     """Raise BadInput for a vocabulary that is empty or that int32 cannot hold."""
     if not 0 < vocab_size <= MAX_VOCAB:
-        raise BadInput(f"tokenizer '{name}' has {vocab_size:,} ids; expected 1 to {MAX_VOCAB:,}; choose another")
+        raise BadInput(
+            f"tokenizer '{name}' has {vocab_size:,} ids; expected 1 to {MAX_VOCAB:,}; choose"
+            " another"
+        )

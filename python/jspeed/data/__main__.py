@@ -1,4 +1,5 @@
-"""``python -m jspeed.data``: describe a folder of token shards, and verify it against its manifest."""
+"""``python -m jspeed.data``: describe a folder of token shards, and verify it against its
+manifest."""
 
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ SHOWN = 24  # tokens of the first document
 
 
 def first_words(path: Path, dtype: np.dtype, manifest: Manifest | None) -> str:
-    """Return the start of the first whole document of a shard as text, or in brackets why it cannot be shown."""
+    """Return the start of the first whole document of a shard as text, or in brackets why it cannot
+    be shown."""
     tokens = map_tokens(path, dtype)
     facts = manifest or GPT2  # as FineWeb's shards, which have no manifest
     bos_id, first = facts["bos_id"], 0
@@ -40,7 +42,8 @@ def first_words(path: Path, dtype: np.dtype, manifest: Manifest | None) -> str:
 
 
 def describe(folder: Path) -> None:
-    """Print, for each split: shards, tokens, documents, fingerprint and the first words of a document."""
+    """Print, for each split: shards, tokens, documents, fingerprint and the first words of a
+    document."""
     manifest = read_manifest(folder) if folder.is_dir() else None
     said = {split_of(path) for path in folder.glob("*.bin")}
     present = [split for split in SPLITS if split in said]
@@ -48,13 +51,21 @@ def describe(folder: Path) -> None:
     for split in present or SPLITS[:1]:  # without any, find_split says what is wrong
         shards = find_split(folder, split)
         if manifest:
-            documents = sum(file["documents"] for file in manifest["files"] if file["split"] == split)
+            documents = sum(
+                file["documents"] for file in manifest["files"] if file["split"] == split
+            )
         else:
-            starts = (np.count_nonzero(map_tokens(path, shards.dtype) == GPT2_BOS) for path in shards.paths)
+            starts = (
+                np.count_nonzero(map_tokens(path, shards.dtype) == GPT2_BOS)
+                for path in shards.paths
+            )
             documents = int(sum(starts))
         words = first_words(shards.paths[0], shards.dtype, manifest)
         facts = {
-            "shards": f"{len(shards):,} ({shards.paths[0].name} .. {shards.paths[-1].name}), {shards.dtype}",
+            "shards": (
+                f"{len(shards):,} ({shards.paths[0].name} .. {shards.paths[-1].name}),"
+                f" {shards.dtype}"
+            ),
             "tokens": f"{shards.num_tokens:,}",
             "documents": f"{documents:,}",
             "fingerprint": shards.fingerprint,
@@ -64,7 +75,9 @@ def describe(folder: Path) -> None:
         for name, value in facts.items():
             console.print(f"  {name:<12}{value}", soft_wrap=True)
     named = (
-        manifest["tokenizer"] if manifest else f"not known without manifest.json; documents counted by id {GPT2_BOS}"
+        manifest["tokenizer"]
+        if manifest
+        else f"not known without manifest.json; documents counted by id {GPT2_BOS}"
     )
     console.print(f"tokenizer: {named}", soft_wrap=True)
 
@@ -75,14 +88,17 @@ def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool =
     Exit code: 0, or 2 with an error message when something is wrong.
 
     Args:
-        folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files, or NAME_train.bin and NAME_val.bin.
+        folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files, or NAME_train.bin and
+            NAME_val.bin.
         verify_: Also compare every byte with the hashes of manifest.json.
     """
     describe(folder)
     if not verify_:
         return
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+    ) as bar:
         task = bar.add_task("bytes", total=None)
         total = verify(folder, lambda done, total: bar.update(task, advance=done, total=total))
     print(f"verified: all {total:,} bytes are as the manifest says")

@@ -22,9 +22,9 @@ _NAMES = {"train": "training", "val": "validation"}
 def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Shards:
     """Validate token shards and return them sorted by file name.
 
-    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens) followed by
-    that many uint16 token ids, or the same with magic 20240801, version 7 and uint32 ids; one set has one kind.
-    Every header and file size is checked here; the tokens are not read.
+    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens)
+    followed by that many uint16 token ids, or the same with magic 20240801, version 7 and uint32
+    ids; one set has one kind. Every header and file size is checked here; the tokens are not read.
 
     Args:
         files: A path, a glob pattern such as ``"dir/fineweb_train_*.bin"``, or any number of paths.
@@ -41,22 +41,26 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
         return Shards([pattern])
     paths = glob.glob(pattern)
     if not paths:
-        raise ShardError(f"no shard matches the pattern {pattern}, at least one was expected; {_REMEDY}")
+        raise ShardError(
+            f"no shard matches the pattern {pattern}, at least one was expected; {_REMEDY}"
+        )
     return Shards(paths)
 
 
 def split_of(path: Path) -> Split | None:
-    """Return the split that the name of a file says: the last ``train`` or ``val`` between underscores; or None.
+    """Return the split that the name of a file says: the last ``train`` or ``val`` between
+    underscores; or None.
 
-    So do names of jspeed and FineWeb (``NAME_train_000001.bin``), of llm.c (``NAME_train.bin``), and of nanoGPT
-    (``train.bin``).
+    So do names of jspeed and FineWeb (``NAME_train_000001.bin``), of llm.c (``NAME_train.bin``),
+    and of nanoGPT (``train.bin``).
     """
     said: list[Split] = re.findall(r"(?:^|_)(train|val)(?=_|$)", path.stem)
     return said[-1] if said else None
 
 
 def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:
-    """Open the shards of one split of a data folder: the ``.bin`` files of which :func:`split_of` says so.
+    """Open the shards of one split of a data folder: the ``.bin`` files of which :func:`split_of`
+    says so.
 
     Raises:
         BadInput: The folder is missing, or has no shard at all, or none of this split.
@@ -67,12 +71,16 @@ def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:
         raise BadInput(f'split should be "train" or "val" but is "{split}"; choose one of the two')
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise BadInput(f"the data folder {folder} {what}, a folder of .bin shards was expected; {_REMEDY}")
+        raise BadInput(
+            f"the data folder {folder} {what}, a folder of .bin shards was expected; {_REMEDY}"
+        )
     convert = f"convert them with `jspeed prepare tokens {folder} --out DIR`"
     try:
         files = sorted(folder.iterdir())
     except OSError as error:
-        raise ShardError(f"the data folder {folder} cannot be read ({error.strerror}); {_REMEDY}") from None
+        raise ShardError(
+            f"the data folder {folder} cannot be read ({error.strerror}); {_REMEDY}"
+        ) from None
     names = [path for path in files if path.suffix == ".bin"]
     if not names:
         arrays = any(path.suffix == ".npy" and split_of(path) for path in files)
@@ -81,21 +89,24 @@ def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:
     paths = [path for path in names if split_of(path) == split]
     if not paths:
         raise BadInput(
-            f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards, which "
-            f"are named NAME_{split}_000000.bin or NAME_{split}.bin; {_REMEDY}"
+            f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards,"
+            f" which are named NAME_{split}_000000.bin or NAME_{split}.bin; {_REMEDY}"
         )
     try:
         return open_shards(paths)
     except ShardFormatError as error:
         if f" {folder / split}.bin " not in str(error):
             raise
-        raise ShardFormatError(f"{error}; nanoGPT's train.bin and val.bin have no header: {convert}") from None
+        raise ShardFormatError(
+            f"{error}; nanoGPT's train.bin and val.bin have no header: {convert}"
+        ) from None
 
 
 def map_tokens(path: str | os.PathLike[str], dtype: DTypeLike = "<u2") -> NDArray[Any]:
-    """Return the tokens of a shard, ``[tokens]``, mapped read-only; ``dtype`` is FineWeb's little-endian uint16.
+    """Return the tokens of a shard, ``[tokens]``, mapped read-only; ``dtype`` is FineWeb's
+    little-endian uint16.
 
-    Open it with :func:`open_shards` first, which checks it. Unlike the loader, this has no guard against a file that is
-    truncated later: touching what is gone ends the process by SIGBUS.
+    Open it with :func:`open_shards` first, which checks it. Unlike the loader, this has no guard
+    against a file that is truncated later: touching what is gone ends the process by SIGBUS.
     """
     return np.memmap(path, dtype, "r", HEADER_BYTES)

@@ -1,4 +1,5 @@
-"""``manifest.json`` of a data folder: how its tokens were made, each file's size and hash, and whether they are so."""
+"""``manifest.json`` of a data folder: how its tokens were made, each file's size and hash, and
+whether they are so."""
 
 import hashlib
 import json
@@ -46,7 +47,8 @@ class Description(TokenizerFacts):
     """What a manifest says of a folder as a whole, besides its files."""
 
     source: dict[str, Any]
-    mark: NotRequired[Literal["before", "after", "both", "none"]]  # where the separator of documents stands
+    # where the separator of documents stands
+    mark: NotRequired[Literal["before", "after", "both", "none"]]
     pad_id: NotRequired[Whole | None]
     truncated: NotRequired[Whole]
 
@@ -63,7 +65,10 @@ class Totals(TypedDict):
 class Shard(TypedDict):
     """One file."""
 
-    name: Annotated[str, Rule("the name of a .bin file in the same folder", re.compile(r"[^/\0]+\.bin").fullmatch)]
+    name: Annotated[
+        str,
+        Rule("the name of a .bin file in the same folder", re.compile(r"[^/\0]+\.bin").fullmatch),
+    ]
     split: Split
     bytes: Annotated[int, at_least(HEADER_BYTES + 2)]
     sha256: Annotated[str, Rule("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
@@ -76,28 +81,37 @@ class Manifest(Description):
 
     format_version: Annotated[int, Rule(str(FORMAT_VERSION), lambda value: value == FORMAT_VERSION)]
     files: list[Shard]
-    splits: NotRequired[dict[Split, Totals]]  # may lack in a file, but not in what read_manifest returns
+    # may lack in a file, but not in what read_manifest returns
+    splits: NotRequired[dict[Split, Totals]]
 
 
 def manifest_of(files: list[Shard], description: Description) -> Manifest:
     """Return a manifest: ``description``, the totals of each split, and ``files``."""
-    made = {"format_version": FORMAT_VERSION} | description | {"splits": split_totals(files), "files": files}
+    made = (
+        {"format_version": FORMAT_VERSION}
+        | description
+        | {"splits": split_totals(files), "files": files}
+    )
     return cast(Manifest, made)
 
 
 def split_totals(files: list[Shard]) -> dict[Split, Totals]:
     """Return how many files, bytes, tokens and documents each split has."""
     return {
-        split: cast(Totals, {"files": len(its)} | {what: sum(file[what] for file in its) for what in TOTALS})
+        split: cast(
+            Totals, {"files": len(its)} | {what: sum(file[what] for file in its) for what in TOTALS}
+        )
         for split in SPLITS
         if (its := [file for file in files if file["split"] == split])
     }
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return ``manifest.json`` of ``folder``, or None if it has none. The files it lists are not looked at.
+    """Return ``manifest.json`` of ``folder``, or None if it has none. The files it lists are not
+    looked at.
 
-    Raises BadInput for one that is not a manifest of this format: every type and range is checked here.
+    Raises BadInput for one that is not a manifest of this format: every type and range is checked
+    here.
     """
     path = folder / "manifest.json"
     try:
@@ -117,7 +131,8 @@ def _check(manifest: Any) -> None:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str, Any]]:
-    """Yield (field, what was expected, what was found) where fields of right types do not fit each other."""
+    """Yield (field, what was expected, what was found) where fields of right types do not fit each
+    other."""
     files, vocab_size = manifest["files"], manifest["vocab_size"]
     if not files:
         yield "files", "a list of one or more", files
@@ -133,10 +148,13 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str, Any]]:
 
 
 def complete_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder`` if it is valid and every shard it lists is there with its size, else None."""
+    """Return the manifest of ``folder`` if it is valid and every shard it lists is there with its
+    size, else None."""
     try:
         manifest = read_manifest(folder)
-        if manifest and all((folder / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"]):
+        if manifest and all(
+            (folder / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"]
+        ):
             return manifest
     except (OSError, BadInput):
         pass
@@ -150,23 +168,28 @@ def matches(folder: Path, description: Description) -> bool:
 
 
 def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-    """Compare the SHA-256 of every shard with the manifest's, several at a time, and return the bytes read.
+    """Compare the SHA-256 of every shard with the manifest's, several at a time, and return the
+    bytes read.
 
     ``progress`` is called from any thread with the bytes just read and the bytes in all.
 
     Raises:
         BadInput: There is no manifest to compare with.
-        ShardFormatError: Shards are missing, differ or are not in the manifest; the text names the first of them.
+        ShardFormatError: Shards are missing, differ or are not in the manifest; the text names the
+            first of them.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise BadInput(f"{folder} has no manifest.json with the hashes to verify against, one was expected; {REMEDY}")
+        raise BadInput(
+            f"{folder} has no manifest.json with the hashes to verify against, one was expected;"
+            f" {REMEDY}"
+        )
     files = manifest["files"]
     total = sum(file["bytes"] for file in files)
     if others := {path.name for path in folder.glob("*.bin")} - {file["name"] for file in files}:
         raise ShardFormatError(
-            f"shard {folder / min(others)} is not listed in manifest.json, but training would read it; remove it, or "
-            f"{REMEDY}"
+            f"shard {folder / min(others)} is not listed in manifest.json, but training would read"
+            f" it; remove it, or {REMEDY}"
         )
 
     def fault(file: Shard) -> str | None:

@@ -22,7 +22,8 @@ def check_fits(
     starts_at_documents: bool,
     tokenizer: str | None,
 ) -> None:
-    """Raise BadInput where the ids of ``splits``, or what the manifest of ``folder`` says, do not fit a recipe.
+    """Raise BadInput where the ids of ``splits``, or what the manifest of ``folder`` says, do not
+    fit a recipe.
 
     Args:
         folder: Data folder, for messages.
@@ -35,30 +36,33 @@ def check_fits(
         tokenizer: Tokenizer the recipe expects, or None for any.
 
     Raises:
-        TokenRangeError: A shard holds an id that is not below the manifest's or the recipe's number of ids.
+        TokenRangeError: A shard holds an id that is not below the manifest's or the recipe's number
+            of ids.
     """
     if manifest is not None:
         its, count, separator = manifest["tokenizer"], manifest["vocab_size"], manifest["bos_id"]
         what = f"the data folder {folder} holds tokens of {its}"
         if tokenizer is not None and its != tokenizer:
             raise BadInput(
-                f"{what} but recipe {recipe} expects {tokenizer} tokens; give another --data, prepare your text with "
-                f"{tokenizer}, or copy the recipe and give its data another name"
+                f"{what} but recipe {recipe} expects {tokenizer} tokens; give another --data,"
+                f" prepare your text with {tokenizer}, or copy the recipe and give its data another"
+                " name"
             )
         if count > vocab_size:
             raise BadInput(
-                f"{what} with {count:,} ids but recipe {recipe} has room for {vocab_size:,}; give another --data, or a "
-                "recipe with a field VOCAB, which is made to fit"
+                f"{what} with {count:,} ids but recipe {recipe} has room for {vocab_size:,}; give"
+                " another --data, or a recipe with a field VOCAB, which is made to fit"
             )
         if starts_at_documents and separator is None:
             raise BadInput(
-                f"{what} without a document separator but the lanes of recipe {recipe} start at documents; prepare "
-                "your text with --end-of-text before"
+                f"{what} without a document separator but the lanes of recipe {recipe} start at"
+                " documents; prepare your text with --end-of-text before"
             )
         if starts_at_documents and separator != bos_id:
             raise BadInput(
-                f"{what} whose document separator is {separator}, but recipe {recipe} uses {bos_id}; give another "
-                f"--data, or set it in the recipe (--set BOS={separator}, where it has that field)"
+                f"{what} whose document separator is {separator}, but recipe {recipe} uses"
+                f" {bos_id}; give another --data, or set it in the recipe (--set BOS={separator},"
+                " where it has that field)"
             )
     limit, limit_source = (vocab_size, f"recipe {recipe} has room for")
     if manifest is not None and manifest["vocab_size"] <= limit:
@@ -68,7 +72,7 @@ def check_fits(
         tokens = map_tokens(path, shards.dtype)[:CHECKED_TOKENS]
         if (largest := int(tokens.max())) >= limit:
             raise TokenRangeError(
-                f"shard {path} holds token id {largest} at token position {int(tokens.argmax())} but {limit_source} "
-                f"{limit:,} ids; use the recipe and the manifest the shard was made for, or make it again with `jspeed "
-                "prepare`"
+                f"shard {path} holds token id {largest} at token position {int(tokens.argmax())}"
+                f" but {limit_source} {limit:,} ids; use the recipe and the manifest the shard was"
+                " made for, or make it again with `jspeed prepare`"
             )

@@ -1,4 +1,5 @@
-"""Batches with what followed each context in the steps before, looked up while the devices compute."""
+"""Batches with what followed each context in the steps before, looked up while the devices
+compute."""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -12,7 +13,8 @@ from jspeed.retrieval import Matches, Retrieval, packed
 
 
 class Rows(NamedTuple):
-    """A batch as the devices get it: ``tokens`` are rows that :func:`jspeed.retrieval.packed` made."""
+    """A batch as the devices get it: ``tokens`` are rows that :func:`jspeed.retrieval.packed`
+    made."""
 
     tokens: NDArray[Any]
 
@@ -20,20 +22,31 @@ class Rows(NamedTuple):
 class Retriever:
     """A loader of the same batches, each row with its matches in the steps before.
 
-    One thread works a step ahead: once batch s is handed out it adds all tokens of s to the index, and looks up those
-    of s + 1. So an evaluation after step s sees the tokens of all steps so far, and of none that comes.
+    One thread works a step ahead: once batch s is handed out it adds all tokens of s to the index,
+    and looks up those of s + 1. So an evaluation after step s sees the tokens of all steps so far,
+    and of none that comes.
 
-    ``loader`` gives all lanes, on each of several processes, because each has an index of its own; ``lanes`` are those
-    of this process. ``capacity`` is the tokens of all rows of the run.
+    ``loader`` gives all lanes, on each of several processes, because each has an index of its own;
+    ``lanes`` are those of this process. ``capacity`` is the tokens of all rows of the run.
 
-    Raises :class:`BadInput` where the machine has not the memory (:class:`~jspeed.data.ContextIndex`).
+    Raises :class:`BadInput` where the machine has not the memory
+    (:class:`~jspeed.data.ContextIndex`).
     """
 
     def __init__(
-        self, loader: TokenLoader, asked: Retrieval, *, capacity: int, bos_id: int, dtype: np.dtype[Any], lanes: slice
+        self,
+        loader: TokenLoader,
+        asked: Retrieval,
+        *,
+        capacity: int,
+        bos_id: int,
+        dtype: np.dtype[Any],
+        lanes: slice,
     ) -> None:
         self._loader, self._dtype, self._lanes = loader, dtype, lanes
-        self._index = ContextIndex(capacity, lengths=asked.lengths, recent=asked.recent, top=asked.top, bos_id=bos_id)
+        self._index = ContextIndex(
+            capacity, lengths=asked.lengths, recent=asked.recent, top=asked.top, bos_id=bos_id
+        )
         self._thread = ThreadPoolExecutor(1, "retriever")
         self._state = loader.state_dict()  # after the batches that were handed out
         self._coming: Future[tuple[Batch, Rows, dict[str, Any]] | None] | None = None
@@ -58,7 +71,11 @@ class Retriever:
 
     def _looked_up(self, tokens: NDArray[Any]) -> NDArray[Any]:
         found = self._index.query(self._index.steps, tokens[:, :-1])
-        return packed(tokens, Matches(found.tokens, found.counts, found.lengths, found.occurrences), self._dtype)
+        return packed(
+            tokens,
+            Matches(found.tokens, found.counts, found.lengths, found.occurrences),
+            self._dtype,
+        )
 
     def wait(self) -> None:
         """Wait until the index holds the batches that were handed out."""
@@ -66,7 +83,8 @@ class Retriever:
             wait([self._coming])
 
     def looked_up(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """Return rows of ``tokens`` (ids ``[B, T + 1]``) with their matches in all steps so far; adds nothing."""
+        """Return rows of ``tokens`` (ids ``[B, T + 1]``) with their matches in all steps so far;
+        adds nothing."""
         self.wait()
         return self._looked_up(tokens)
 
@@ -86,7 +104,8 @@ class Retriever:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of ``state``, which are read again, for the index. Before the first batch.
+        """Continue after the batches of ``state``, which are read again, for the index. Before the
+        first batch.
 
         Raises StateMismatchError for a state of other data or settings.
         """
@@ -115,12 +134,16 @@ class Retriever:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         self.close()
 
 
 def looked_up(loader: TokenLoader | Retriever, tokens: NDArray[Any]) -> NDArray[Any]:
-    """Return ``tokens`` (ids ``[B, T + 1]``) with what a :class:`Retriever` finds for them; of another loader as they
-    are."""
+    """Return ``tokens`` (ids ``[B, T + 1]``) with what a :class:`Retriever` finds for them; of
+    another loader as they are."""
     return loader.looked_up(tokens) if isinstance(loader, Retriever) else tokens

@@ -8,14 +8,15 @@ from typing import Literal
 class Shuffle:
     """A seeded order of shards, blocks or windows, another one for every epoch.
 
-    ``unit="shard"`` takes whole shards in random order and fits every ``align``. ``unit="block"`` takes all whole
-    blocks of all shards and needs ``align=None``: block ``i`` of a shard is its tokens ``[i * block_tokens,
-    (i + 1) * block_tokens)`` and needs one more token after it. ``block_tokens`` must be a multiple of the
-    ``lane_len`` of every stage; None takes the smallest such number.
+    ``unit="shard"`` takes whole shards in random order and fits every ``align``. ``unit="block"``
+    takes all whole blocks of all shards and needs ``align=None``: block ``i`` of a shard is its
+    tokens ``[i * block_tokens, (i + 1) * block_tokens)`` and needs one more token after it.
+    ``block_tokens`` must be a multiple of the ``lane_len`` of every stage; None takes the smallest
+    such number.
 
-    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has ``lane_len`` more
-    after it in its shard, the last such one included, drawn with replacement. It needs ``align=None`` and
-    ``epochs=None``.
+    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has
+    ``lane_len`` more after it in its shard, the last such one included, drawn with replacement. It
+    needs ``align=None`` and ``epochs=None``.
     """
 
     seed: int = 0

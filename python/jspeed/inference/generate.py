@@ -25,10 +25,11 @@ GREEDY = 1e-6  # a temperature below which fp32 has no softmax but the argmax
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the argmax at a ``temperature`` below 1e-6, else from the softmax of logits over it.
+    """How the next token is drawn: the argmax at a ``temperature`` below 1e-6, else from the
+    softmax of logits over it.
 
-    ``top_k``: among the k most probable. ``top_p``: among the fewest that together have this probability, after top_k.
-    ``bos``: the token that begins a document comes before each prompt.
+    ``top_k``: among the k most probable. ``top_p``: among the fewest that together have this
+    probability, after top_k. ``bos``: the token that begins a document comes before each prompt.
     """
 
     temperature: float = 0.8
@@ -39,7 +40,8 @@ class Sampling:
 
 
 def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``, NOT_A_NUMBER for NaN."""
+    """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``,
+    NOT_A_NUMBER for NaN."""
     nan_B = jnp.any(jnp.isnan(logits_BV), axis=-1)
     if sampling.temperature < GREEDY:
         drawn_B = jnp.argmax(logits_BV, axis=-1)
@@ -47,7 +49,9 @@ def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Arr
         logits_BV, ids_BV = logits_BV / sampling.temperature, None
         if sampling.top_k is not None or sampling.top_p is not None:
             vocabulary = logits_BV.shape[1]
-            logits_BV, ids_BV = jax.lax.top_k(logits_BV, min(sampling.top_k or vocabulary, vocabulary))
+            logits_BV, ids_BV = jax.lax.top_k(
+                logits_BV, min(sampling.top_k or vocabulary, vocabulary)
+            )
         if sampling.top_p is not None:
             p_BV = jax.nn.softmax(logits_BV, axis=-1)
             likelier_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
@@ -59,7 +63,8 @@ def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Arr
 
 
 def context_length(recipe: Recipe) -> int:
-    """Context length: the longest document of the recipe's last stage, or its lane (row of a batch)."""
+    """Context length: the longest document of the recipe's last stage, or its lane (row of a
+    batch)."""
     last = recipe.stages[-1]
     return last.max_doc_len or last.lane_len
 
@@ -67,8 +72,8 @@ def context_length(recipe: Recipe) -> int:
 class Generator:
     """Compiled prefill and decode of a model for ``rows`` sequences.
 
-    Prefill reads ``PREFILL_CHUNK`` tokens of each prompt; decode reads one token of each text and draws the next. A
-    text depends on its prompt, its row and the seed, not on the other rows.
+    Prefill reads ``PREFILL_CHUNK`` tokens of each prompt; decode reads one token of each text and
+    draws the next. A text depends on its prompt, its row and the seed, not on the other rows.
     """
 
     def __init__(self, model: Model, rows: int, sampling: Sampling) -> None:
@@ -93,19 +98,28 @@ class Generator:
         def decode(
             params: Any, cache: Cache, start_B: jax.Array, tokens_B: jax.Array, number: jax.Array
         ) -> tuple[Cache, jax.Array]:
-            cache, logits_B1V = advance(lambda tokens: forward(params, tokens), cache, start_B, tokens_B[:, None])
+            cache, logits_B1V = advance(
+                lambda tokens: forward(params, tokens), cache, start_B, tokens_B[:, None]
+            )
             key = jax.random.fold_in(key_of(sampling.seed), number)
             keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
             return cache, draw(sampling, keys_B, logits_B1V[:, 0, :vocabulary])
 
-        self._empty = jax.jit(lambda params: empty(lambda tokens: forward(params, tokens), rows, slots))
-        self.prefill, self.decode = jax.jit(prefill, donate_argnums=1), jax.jit(decode, donate_argnums=1)
+        self._empty = jax.jit(
+            lambda params: empty(lambda tokens: forward(params, tokens), rows, slots)
+        )
+        self.prefill, self.decode = (
+            jax.jit(prefill, donate_argnums=1),
+            jax.jit(decode, donate_argnums=1),
+        )
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[np.ndarray]:
-        """Yield the next token of each row, int32 ``[rows]``, ``tokens`` times or until every row has ended.
+        """Yield the next token of each row, int32 ``[rows]``, ``tokens`` times or until every row
+        has ended.
 
-        A row ends at the BOS token, or those that the tokenizer's facts name instead, and yields ``STOPPED`` from there
-        on. When a text outgrows the model's context, its later half is prefilled again.
+        A row ends at the BOS token, or those that the tokenizer's facts name instead, and yields
+        ``STOPPED`` from there on. When a text outgrows the model's context, its later half is
+        prefilled again.
         """
         texts = [self._with_bos(prompt) for prompt in prompts]
         running = np.ones(self.rows, bool)
@@ -113,14 +127,18 @@ class Generator:
         cache = self._check_cache(cache, texts)
         for number in range(tokens):
             if lengths.max() > self.limit:
-                texts = [text[-max(1, self.limit // 2) :] if len(text) > self.limit else text for text in texts]
+                texts = [
+                    text[-max(1, self.limit // 2) :] if len(text) > self.limit else text
+                    for text in texts
+                ]
                 cache, lengths = self._prefill(texts)
             last = np.array([text[-1] for text in texts], np.int32)
             cache, drawn = self.decode(self._params, cache, lengths - 1, last, np.int32(number))
             new = np.asarray(drawn)
             if (new == NOT_A_NUMBER).any():
                 raise BadInput(
-                    f"model {self._name} gives logits that are not numbers after {number} tokens; give another"
+                    f"model {self._name} gives logits that are not numbers after {number} tokens;"
+                    " give another"
                 )
             running &= ~np.isin(new, self.ends)
             for text, token, runs in zip(texts, new.tolist(), running, strict=True):
@@ -133,7 +151,9 @@ class Generator:
     def _with_bos(self, prompt: Sequence[int]) -> list[int]:
         bos = [] if self.bos_id is None else [self.bos_id]
         if not bos and not prompt:
-            raise BadInput(f"without a BOS token model {self._name} has nothing to continue; give a --prompt")
+            raise BadInput(
+                f"without a BOS token model {self._name} has nothing to continue; give a --prompt"
+            )
         room = self.limit - len(bos)
         return [*bos, *prompt[-room:]] if room else [*bos, *prompt][-1:]
 
@@ -150,10 +170,12 @@ class Generator:
         return cache, lengths
 
     def _check_cache(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Cache:
-        """Raise BadInput unless the last cached entry of a token is the same from prefill and from decode.
+        """Raise BadInput unless the last cached entry of a token is the same from prefill and from
+        decode.
 
-        If not, the recipe mixes positions in a way that the cache does not see. Decodes the second token of each text
-        once more; returns the cache. Rounding of bf16 explains far less than the 5 % allowed.
+        If not, the recipe mixes positions in a way that the cache does not see. Decodes the second
+        token of each text once more; returns the cache. Rounding of bf16 explains far less than the
+        5 % allowed.
         """
         row = next((row for row, text in enumerate(texts) if len(text) > 1), None)
         if row is None:
@@ -165,17 +187,20 @@ class Generator:
         alone = np.asarray(cache.kept[-1])[row, 1].astype(np.float32)
         if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
             raise BadInput(
-                f"recipe {self._name} mixes positions outside the primitives of jspeed.model (model/kv_cache.py lists "
-                "them), which the key-value cache cannot follow; use those primitives"
+                f"recipe {self._name} mixes positions outside the primitives of jspeed.model"
+                " (model/kv_cache.py lists them), which the key-value cache cannot follow; use"
+                " those primitives"
             )
         return cache
 
 
-def write(generator: Generator, prompts: Sequence[str], tokens: int, stops: Sequence[str] = ()) -> Iterator[list[str]]:
+def write(
+    generator: Generator, prompts: Sequence[str], tokens: int, stops: Sequence[str] = ()
+) -> Iterator[list[str]]:
     """Yield, token by token, the new text of each row of ``generator``, prompts left out.
 
-    A text also ends before the first of ``stops`` in it. Only whole characters are yielded; invalid UTF-8 becomes
-    U+FFFD.
+    A text also ends before the first of ``stops`` in it. Only whole characters are yielded; invalid
+    UTF-8 becomes U+FFFD.
     """
     tokenizer = generator.tokenizer()
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
@@ -195,7 +220,9 @@ def write(generator: Generator, prompts: Sequence[str], tokens: int, stops: Sequ
         ended[row] = last
         return out
 
-    for new in generator([tokenizer.encode(prompt.encode()).tolist() for prompt in prompts], tokens):
+    for new in generator(
+        [tokenizer.encode(prompt.encode()).tolist() for prompt in prompts], tokens
+    ):
         texts = []
         for row, token in enumerate(new.tolist()):
             over = token == STOPPED
@@ -204,11 +231,14 @@ def write(generator: Generator, prompts: Sequence[str], tokens: int, stops: Sequ
         yield texts
         if all(ended):
             return
-    yield [released(row, decoder.decode(b"", final=True), True) for row, decoder in enumerate(decoders)]
+    yield [
+        released(row, decoder.decode(b"", final=True), True) for row, decoder in enumerate(decoders)
+    ]
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Return several texts as one: a line each where they are lines, else with a rule between them."""
+    """Return several texts as one: a line each where they are lines, else with a rule between
+    them."""
     lines = all("\n" not in text.strip("\n") for text in texts)
     return "\n".join(text.strip("\n") for text in texts) if lines else f"\n{'-' * 15}\n".join(texts)
 

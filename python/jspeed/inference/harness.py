@@ -1,4 +1,5 @@
-"""Adapter for EleutherAI's lm-evaluation-harness (``lm-eval``): its model interface, and running its tasks."""
+"""Adapter for EleutherAI's lm-evaluation-harness (``lm-eval``): its model interface, and running
+its tasks."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,37 +14,52 @@ TOKENS = 256  # most new tokens of an answer, where a task does not say
 BATCH = 8  # answers that are generated at once
 
 
-def run_tasks(model: Model, tasks: Sequence[str | dict[str, Any]], limit: int | None = None) -> dict[str, Any]:
-    """Return what lm-eval's ``tasks`` (names, or descriptions as its YAML files hold) measure: a table for each.
+def run_tasks(
+    model: Model, tasks: Sequence[str | dict[str, Any]], limit: int | None = None
+) -> dict[str, Any]:
+    """Return what lm-eval's ``tasks`` (names, or descriptions as its YAML files hold) measure: a
+    table for each.
 
-    ``limit``: only the first items of each. Raises BadInput where lm-eval is not installed, does not know a task, or
-    cannot fetch its data.
+    ``limit``: only the first items of each. Raises BadInput where lm-eval is not installed, does
+    not know a task, or cannot fetch its data.
     """
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise BadInput(f"--tasks needs the package lm-eval ({error}); pip install '.[eval]'") from None
+        raise BadInput(
+            f"--tasks needs the package lm-eval ({error}); pip install '.[eval]'"
+        ) from None
     manager = TaskManager()
     for task in tasks:
         if isinstance(task, str) and task not in manager.all_tasks:
-            raise BadInput(f"lm-eval has no task '{task}'{nearest(task, manager.all_tasks)}; see `lm-eval ls tasks`")
+            raise BadInput(
+                f"lm-eval has no task '{task}'{nearest(task, manager.all_tasks)}; see `lm-eval ls"
+                " tasks`"
+            )
     try:
         results = simple_evaluate(
             harness(model), tasks=list(tasks), limit=limit, log_samples=False, task_manager=manager
         )
     except OSError as error:
-        raise BadInput(f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)})") from None
+        raise BadInput(
+            f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)})"
+        ) from None
     assert results is not None
     return dict(results["results"])
 
 
 def harness(model: Model) -> Any:
-    """Return ``model`` as lm-eval's ``TemplateLM``. A text longer than the model's context is cut from the left."""
+    """Return ``model`` as lm-eval's ``TemplateLM``. A text longer than the model's context is cut
+    from the left."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    tokenizer, limit, scored = model.tokenizer(), context_length(model.recipe), scorer(model, greedy=True)
+    tokenizer, limit, scored = (
+        model.tokenizer(),
+        context_length(model.recipe),
+        scorer(model, greedy=True),
+    )
 
     @cache
     def generator(temperature: float) -> Generator:
@@ -63,7 +79,9 @@ def harness(model: Model) -> Any:
                 raise BadInput(f"model {model.recipe.name} has no BOS token, which this task needs")
             return int(bos_id)
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **more: Any
+        ) -> list[int]:
             return tokenizer.encode(string.encode()).tolist()
 
         def _loglikelihood_tokens(self, requests: Any, **more: Any) -> list[tuple[float, bool]]:
@@ -76,7 +94,10 @@ def harness(model: Model) -> Any:
                 ids = self.tok_encode(request.args[0])
                 windows = get_rolling_token_windows(ids, self.prefix_token_id, limit, 1)
                 totals.append(
-                    -sum(score.loss for score in scored([make_disjoint_window(window) for window in windows]))
+                    -sum(
+                        score.loss
+                        for score in scored([make_disjoint_window(window) for window in windows])
+                    )
                 )
             return totals
 
@@ -88,14 +109,17 @@ def harness(model: Model) -> Any:
             for settings, numbers in by_settings.items():
                 for start in range(0, len(numbers), BATCH):
                     group = numbers[start : start + BATCH]
-                    answers |= zip(group, written([requests[n].args[0] for n in group], settings), strict=True)
+                    answers |= zip(
+                        group, written([requests[n].args[0] for n in group], settings), strict=True
+                    )
             return [answers[n] for n in range(len(requests))]
 
     return Harness()
 
 
 class Settings(NamedTuple):
-    """How an answer is written: ``temperature`` (0: the argmax), most new ``tokens``, texts before which it ends."""
+    """How an answer is written: ``temperature`` (0: the argmax), most new ``tokens``, texts before
+    which it ends."""
 
     temperature: float
     tokens: int

@@ -32,7 +32,8 @@ from jspeed.run.setup import open_retriever
 
 HELLASWAG = Download(  # of that commit, as evaluations on it publish
     "hellaswag_val.jsonl",
-    "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl",
+    "https://raw.githubusercontent.com/rowanz/hellaswag/"
+    "a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl",
     "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
 )
 ROWS = 32  # sequences that are scored at once
@@ -44,7 +45,8 @@ Losses = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Validation:
-    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that.
+    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text;
+    ``bits_per_byte`` of that.
 
     ``accuracy`` is the share of targets that are the argmax; None: not asked for.
     """
@@ -56,26 +58,35 @@ class Validation:
     accuracy: float | None = None
 
 
-def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bool = False) -> Validation:
-    """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as a run does.
+def validate(
+    model: Model, folder: Path, tokens: int | None = None, accurate: bool = False
+) -> Validation:
+    """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as
+    a run does.
 
-    ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's tokens are not the
-    model's, by its manifest or by the ids themselves.
-    With retrieval the index is of the folder's training tokens (:func:`index_of`).
+    ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's
+    tokens are not the model's, by its manifest or by the ids themselves. With retrieval the index
+    is of the folder's training tokens (:func:`index_of`).
     """
     manifest: Mapping[str, Any] = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:
         raise BadInput(
-            f"{folder} holds tokens of {theirs['tokenizer']} but the model reads {ours['tokenizer']}, or a "
-            "different symbol list; prepare the text with the model's tokenizer"
+            f"{folder} holds tokens of {theirs['tokenizer']} but the model reads"
+            f" {ours['tokenizer']}, or a different symbol list; prepare the text with the model's"
+            " tokenizer"
         )
     tokenizer = model.tokenizer()
-    known = replace(model.recipe.data, vocab_size=min(model.recipe.vocab_size, tokenizer.vocab_size))
+    known = replace(
+        model.recipe.data, vocab_size=min(model.recipe.vocab_size, tokenizer.vocab_size)
+    )
     recipe = replace(model.recipe, data=known, eval_tokens=tokens or model.recipe.eval_tokens)
     if recipe.eval_tokens < recipe.eval_len:
-        raise BadInput(f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least as many")
+        raise BadInput(
+            f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least"
+            " as many"
+        )
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
     placement = Placement(model.mesh, DEFAULT_LAYOUT, device_of(model.mesh, recipe=recipe))
     placement = preflight(recipe, placement, {}, Console(stderr=True, highlight=False)).placement
@@ -90,52 +101,68 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
             evaluate.look_up(validation, rows, index, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)
     if not math.isfinite(loss):
-        raise BadInput(f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give another")
+        raise BadInput(
+            f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give"
+            " another"
+        )
     found = in_bytes(recipe, tokenizer, rows, loss)
     if not found.bytes:
         raise BadInput(
-            f"{folder}: the first {found.tokens:,} validation tokens are of no text; prepare a folder with text"
+            f"{folder}: the first {found.tokens:,} validation tokens are of no text; prepare a"
+            " folder with text"
         )
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
 
 
 def index_of(model: Model, folder: Path) -> Retriever | None:
-    """Return the batches of ``folder`` with the index that the run of ``model``, with retrieval, had at its end.
+    """Return the batches of ``folder`` with the index that the run of ``model``, with retrieval,
+    had at its end.
 
-    The tokens that it trained on are read again. None without retrieval, and where its seed and steps are not known."""
+    The tokens that it trained on are read again. None without retrieval, and where its seed and
+    steps are not known."""
     if model.recipe.retrieval is None or model.trained is None:
         return None
     seed, steps = model.trained
-    index = open_retriever(model.recipe.retrieval, steps, model.recipe, find_split(folder, "train"), seed)
+    index = open_retriever(
+        model.recipe.retrieval, steps, model.recipe, find_split(folder, "train"), seed
+    )
     index.read(steps)
     return index
 
 
 def accuracy(model: Model, rows: np.ndarray) -> float:
-    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the argmax there.
+    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the argmax
+    there.
 
-    Rows longer than the model's context are cut into rows of that length, and what is left over at the end of each is
-    not counted: the logits of a whole row would not fit in memory.
+    Rows longer than the model's context are cut into rows of that length, and what is left over at
+    the end of each is not counted: the logits of a whole row would not fit in memory.
     """
     recipe, limit, choices = model.recipe, context_length(model.recipe), greedy_tokens(model)
     if (length := rows.shape[1] - 1) > limit:
-        rows = np.concatenate([rows[:, at : at + limit + 1] for at in range(0, length - limit + 1, limit)])
+        rows = np.concatenate(
+            [rows[:, at : at + limit + 1] for at in range(0, length - limit + 1, limit)]
+        )
     right = total = 0.0
     for start in range(0, len(rows), ROWS):
         part = rows[start : start + ROWS].astype(np.int32)
         best = choices(np.pad(part, ((0, ROWS - len(part)), (0, 0))))[: len(part)]
         weights = target_weights(recipe, part)
-        right, total = right + float(np.sum(weights * (best == part[:, 1:]))), total + float(np.sum(weights))
+        right, total = (
+            right + float(np.sum(weights * (best == part[:, 1:]))),
+            total + float(np.sum(weights)),
+        )
     return right / total
 
 
 def target_weights(recipe: Recipe, rows: np.ndarray) -> np.ndarray:
-    """Return the weight in the loss of each target of ``rows`` (ids ``[N, T + 1]``): float64 ``[N, T]``."""
+    """Return the weight in the loss of each target of ``rows`` (ids ``[N, T + 1]``): float64 ``[N,
+    T]``."""
     return np.asarray(weigh(recipe, jnp.asarray(rows), jnp.ones(rows[:, 1:].shape)), np.float64)
 
 
 def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float) -> Validation:
-    """Return ``loss`` over the targets of ``rows`` (ids ``[N, T + 1]``) that count, and what it is in bits per byte."""
+    """Return ``loss`` over the targets of ``rows`` (ids ``[N, T + 1]``) that count, and what it is
+    in bits per byte."""
     weights = target_weights(recipe, rows)
     count = int(np.sum(tokenizer.byte_lengths()[rows[:, 1:]] * weights))
     bits = loss * np.sum(weights) / math.log(2) / count if count else math.nan
@@ -162,10 +189,16 @@ def read_hellaswag(path: Path) -> list[Item]:
         try:
             record = json.loads(line)
             item = Item(record["ctx"], tuple(record["endings"]), LABELS.index(str(record["label"])))
-            if len(item.endings) != 4 or not item.context or {*map(type, (item.context, *item.endings))} != {str}:
+            if (
+                len(item.endings) != 4
+                or not item.context
+                or {*map(type, (item.context, *item.endings))} != {str}
+            ):
                 raise ValueError("expected a context, four endings and a label from 0 to 3")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadInput(f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error})") from None
+            raise BadInput(
+                f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error})"
+            ) from None
         items.append(item)
     if not items:
         raise BadInput(f"{path} holds no items; give hellaswag_val.jsonl")
@@ -183,20 +216,28 @@ class HellaSwag(NamedTuple):
 def hellaswag(model: Model, items: Sequence[Item]) -> Iterator[HellaSwag]:
     """Yield the counts so far as groups of items are scored.
 
-    The standard scoring, as llm.c and build-nanogpt have it: the model reads context + " " + ending, and chooses the
-    ending whose tokens have the least total loss ("acc"), or the least mean loss ("acc_norm").
+    The standard scoring, as llm.c and build-nanogpt have it: the model reads context + " " +
+    ending, and chooses the ending whose tokens have the least total loss ("acc"), or the least mean
+    loss ("acc_norm").
     """
     tokenizer, scored, counts = model.tokenizer(), scorer(model), HellaSwag()
     encoded = [encode_item(tokenizer, item) for item in items]
-    order = sorted(range(len(items)), key=lambda n: max(len(given + after) for given, after in encoded[n]))
+    order = sorted(
+        range(len(items)), key=lambda n: max(len(given + after) for given, after in encoded[n])
+    )
     for start in range(0, len(order), ROWS // 4):
         numbers = order[start : start + ROWS // 4]
         found = scored([pair for n in numbers for pair in encoded[n]])
         for row, n in enumerate(numbers):
             four = found[4 * row : 4 * row + 4]
-            chosen = (int(np.argmin([each.loss for each in four])), int(np.argmin([each.mean for each in four])))
+            chosen = (
+                int(np.argmin([each.loss for each in four])),
+                int(np.argmin([each.mean for each in four])),
+            )
             right, right_by_mean = (choice == items[n].label for choice in chosen)
-            counts = HellaSwag(counts.items + 1, counts.right + right, counts.right_by_mean + right_by_mean)
+            counts = HellaSwag(
+                counts.items + 1, counts.right + right, counts.right_by_mean + right_by_mean
+            )
         yield counts
 
 
@@ -211,7 +252,8 @@ def encode_item(tokenizer: Tokenizer, item: Item) -> list[Pair]:
 
 
 class Score(NamedTuple):
-    """Total and mean loss of the scored ids in nats, and whether each is the argmax (None: not asked for)."""
+    """Total and mean loss of the scored ids in nats, and whether each is the argmax (None: not
+    asked for)."""
 
     loss: float
     mean: float
@@ -221,14 +263,16 @@ class Score(NamedTuple):
 def scorer(model: Model, greedy: bool = False) -> Callable[[Sequence[Pair]], list[Score]]:
     """Return a function that scores pairs, with ``greedy`` in two forward passes.
 
-    Of a pair longer than the model's context the last ids count: the given ones are cut from the left, and of an
-    ending that is longer itself its last ids are scored.
+    Of a pair longer than the model's context the last ids count: the given ones are cut from the
+    left, and of an ending that is longer itself its last ids are scored.
     """
     limit, losses = context_length(model.recipe), token_losses(model)
     choices = greedy_tokens(model) if greedy else None
 
     def scored(pairs: Sequence[Pair]) -> list[Score]:
-        sequences = [((given + after)[-(limit + 1) :], min(len(after), limit)) for given, after in pairs]
+        sequences = [
+            ((given + after)[-(limit + 1) :], min(len(after), limit)) for given, after in pairs
+        ]
         found: dict[int, Score] = {}
         order = sorted(range(len(pairs)), key=lambda n: len(sequences[n][0]))
         for start in range(0, len(order), ROWS):
@@ -240,8 +284,12 @@ def scorer(model: Model, greedy: bool = False) -> Callable[[Sequence[Pair]], lis
                 part = slice(len(ids) - 1 - count, len(ids) - 1)
                 nats = per_token[row, part].astype(np.float64)
                 if not np.all(np.isfinite(nats)):
-                    raise BadInput(f"model {model.recipe.name} gives losses that are not numbers; give another")
-                equal = None if best is None else bool(np.all(best[row, part] == rows[row, 1:][part]))
+                    raise BadInput(
+                        f"model {model.recipe.name} gives losses that are not numbers; give another"
+                    )
+                equal = (
+                    None if best is None else bool(np.all(best[row, part] == rows[row, 1:][part]))
+                )
                 found[n] = Score(float(nats.sum()), float(nats.mean()), equal)
         return [found[n] for n in range(len(pairs))]
 
@@ -249,7 +297,8 @@ def scorer(model: Model, greedy: bool = False) -> Callable[[Sequence[Pair]], lis
 
 
 def padded_batch(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
-    """Return int32 ``[ROWS, T + 1]``: at most ROWS sequences of at most ``limit + 1`` ids, and 0 behind them.
+    """Return int32 ``[ROWS, T + 1]``: at most ROWS sequences of at most ``limit + 1`` ids, and 0
+    behind them.
 
     T is the same for sequences of about the same length, and at most ``limit``.
     """
@@ -261,7 +310,8 @@ def padded_batch(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
 
 
 def scoring_context(model: Model, length: int) -> Context:
-    """Return what forward passes over rows of ``length`` tokens run in: evaluation, of any number of documents."""
+    """Return what forward passes over rows of ``length`` tokens run in: evaluation, of any number
+    of documents."""
     base = eval_context(model.recipe, device_of(model.mesh, "xla"))
     return replace(base, stage=replace(base.stage, lane_len=length, max_docs=None))
 
@@ -273,13 +323,16 @@ def token_losses(model: Model) -> Losses:
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
         ctx = scoring_context(model, rows.shape[1] - 1)
-        return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
+        return recipe.loss(
+            params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx
+        )[1]
 
     return lambda rows: np.asarray(run(model.compute_params, rows))
 
 
 def greedy_tokens(model: Model) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from int32 ``[B, T + 1]`` to the argmax after each id but the last: int32 ``[B, T]``."""
+    """Return a function from int32 ``[B, T + 1]`` to the argmax after each id but the last: int32
+    ``[B, T]``."""
     recipe, vocabulary = model.recipe, model.facts["vocab_size"]
 
     @jax.jit
@@ -287,7 +340,10 @@ def greedy_tokens(model: Model) -> Callable[[np.ndarray], np.ndarray]:
         ctx = scoring_context(model, rows.shape[1] - 1)
         # Row by row: the logits of all at once would be gigabytes.
         return jax.lax.map(
-            lambda row: jnp.argmax(recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1), rows
+            lambda row: jnp.argmax(
+                recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1
+            ),
+            rows,
         )
 
     return lambda rows: np.asarray(run(model.compute_params, rows))

@@ -1,4 +1,5 @@
-"""Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's GPT-2."""
+"""Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's
+GPT-2."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,10 +30,11 @@ from jspeed.run.model_config import find_trained, read_config
 
 @dataclass(frozen=True)
 class Model:
-    """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
+    """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer
+    (see a manifest).
 
-    ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a GPT-2. ``trained``: the
-    seed and the steps of its run, where they are known.
+    ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a
+    GPT-2. ``trained``: the seed and the steps of its run, where they are known.
     """
 
     found: LoadedRecipe
@@ -63,17 +65,19 @@ class Model:
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
-    """Load a run directory (its final parameters, where large tables are left out the checkpoint of its last step,
-    where there are none its newest undamaged checkpoint), one checkpoint of it
+    """Load a run directory (its final parameters, where large tables are left out the checkpoint of
+    its last step, where there are none its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
-    The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
-    BadInput with what is there and what was expected.
+    The parameters are on ``mesh`` (default: this process's first device), sharded by the default
+    layout. Raises BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, find_devices(local=True)[:1])
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
+        raise BadInput(
+            f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}"
+        )
     step = None
     run_dir = path
     at = path.absolute()
@@ -92,14 +96,20 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     else:
         params = restored(run_dir / "checkpoints", step, loaded.recipe, mesh)
     require_finite(params, path)
-    seed, steps = config.get("options", {}).get("seed"), metadata.get(STEP) if step is None else step
+    seed, steps = (
+        config.get("options", {}).get("seed"),
+        metadata.get(STEP) if step is None else step,
+    )
     trained = None if seed is None or steps is None else (int(seed), int(steps))
     return Model(loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2", trained)
 
 
 def metadata_of(file: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file, nothing where it cannot be read."""
-    with suppress(safetensors.SafetensorError, OSError, ValueError), safetensors.safe_open(file, "np") as opened:
+    with (
+        suppress(safetensors.SafetensorError, OSError, ValueError),
+        safetensors.safe_open(file, "np") as opened,
+    ):
         return opened.metadata() or {}
     return {}
 
@@ -107,42 +117,62 @@ def metadata_of(file: Path) -> dict[str, str]:
 def facts_of(folder: Path, config: Mapping[str, Any], recipe: Recipe) -> TokenizerFacts:
     """Return the facts of the tokenizer of the model in ``folder``.
 
-    Raises BadInput where nothing says how text becomes ids, or where these are more than the model has room for.
+    Raises BadInput where nothing says how text becomes ids, or where these are more than the model
+    has room for.
     """
     if config.get("model_type") == "gpt2":
         facts = gpt2_facts(folder, config)
     elif config.get("tokenizer") is None and recipe.data.bos_id != GPT2["bos_id"]:
-        raise BadInput(f"{folder}/config.json does not say how text becomes tokens; train on a folder with a manifest")
+        raise BadInput(
+            f"{folder}/config.json does not say how text becomes tokens; train on a folder with a"
+            " manifest"
+        )
     else:
         facts = config.get("tokenizer") or GPT2
     if facts["vocab_size"] > recipe.vocab_size:
         raise BadInput(
-            f"{folder}: {facts['tokenizer']} makes {facts['vocab_size']:,} ids of text, but the model has room for "
-            f"{recipe.vocab_size:,}; give it the tokenizer that it was trained with"
+            f"{folder}: {facts['tokenizer']} makes {facts['vocab_size']:,} ids of text, but the"
+            f" model has room for {recipe.vocab_size:,}; give it the tokenizer that it was trained"
+            " with"
         )
     return facts
 
 
 def require_finite(params: Any, path: Path) -> None:
     """Raise BadInput for parameters that hold NaN or infinity, of which a model says nothing."""
-    finite = jax.jit(lambda params: jax.tree.map(lambda array: jnp.all(jnp.isfinite(array)), params))(params)
+    finite = jax.jit(
+        lambda params: jax.tree.map(lambda array: jnp.all(jnp.isfinite(array)), params)
+    )(params)
     leaves = jax.tree.leaves_with_path(finite)
-    bad = [jax.tree_util.keystr(where, simple=True, separator=".") for where, good in leaves if not good]
+    bad = [
+        jax.tree_util.keystr(where, simple=True, separator=".")
+        for where, good in leaves
+        if not good
+    ]
     if bad:
         raise BadInput(
-            f"{path}: {len(bad)} of its parameters hold numbers that are not finite, the first is {bad[0]}; "
-            "the training diverged, or the file is damaged: give another model, or a checkpoint (RUN/checkpoints/STEP)"
+            f"{path}: {len(bad)} of its parameters hold numbers that are not finite, the first is"
+            f" {bad[0]}; the training diverged, or the file is damaged: give another model, or a"
+            " checkpoint (RUN/checkpoints/STEP)"
         )
 
 
 def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
-    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for none."""
+    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for
+    none."""
     steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
     wrong = "there is none"
     for number in steps:
         wrong = damage(folder, number) or ""
         if not wrong:
-            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])["params"]
+            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[
+                "params"
+            ]
     if step is not None:
-        raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
-    raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
+        raise BadInput(
+            f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or"
+            f" {folder.parent}"
+        )
+    raise BadInput(
+        f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first"
+    )

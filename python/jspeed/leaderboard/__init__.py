@@ -1,1 +1,2 @@
-"""The leaderboard: entries judged by their track's rules, statistics, comparisons. Never imports jax."""
+"""The leaderboard: entries judged by their track's rules, statistics, comparisons. Never imports
+jax."""

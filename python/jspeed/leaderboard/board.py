@@ -1,6 +1,7 @@
 """The content of leaderboard.json: tracks with their entries, as typed plain data.
 
-Losses are nats per token, times are seconds. An entry is one recipe by hash, on the same data and one kind of devices.
+Losses are nats per token, times are seconds. An entry is one recipe by hash, on the same data and
+one kind of devices.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ class TestResult(TypedDict):
 
 
 class Tests(TypedDict):
-    """Tests that the mean loss is below the target; null where there are too few runs, or no sigma."""
+    """Tests that the mean loss is below the target; null where there are too few runs, or no
+    sigma."""
 
     t: TestResult | None
     z: TestResult | None
@@ -65,7 +67,8 @@ class EntryData(TypedDict):
 
 
 class Better(TypedDict):
-    """The comparison with the parent; ratios are time over the parent's time, with a 95 % interval."""
+    """The comparison with the parent; ratios are time over the parent's time, with a 95 %
+    interval."""
 
     parent: str
     parent_hash: str
@@ -115,7 +118,8 @@ class Facts(TypedDict):
     seconds: Spread | None  # of the runs that converged
     compile_seconds: float
     wall_seconds: float
-    curve: list[tuple[int, float, float | None]]  # (step, timed seconds, validation loss) of the first that converged
+    # (step, timed seconds, validation loss) of the first that converged
+    curve: list[tuple[int, float, float | None]]
     runs: list[RunLine]
     data: EntryData
     planned: int  # runs of this recipe in all plans of the entry
@@ -123,7 +127,8 @@ class Facts(TypedDict):
     extra: int
     loss: Spread | None  # of the first run of each seed
     holdout: Spread | None  # of their losses on the second validation range
-    why_not: list[str]  # reasons against validity; in an entry all, before it is judged those apart from the mean loss
+    # reasons against validity; in an entry all, before it is judged those apart from the mean loss
+    why_not: list[str]
     cut_short: bool  # stopped before the end of the schedule, above the target
     counted: bool  # its losses tell how far losses vary
 
@@ -139,14 +144,16 @@ class Judged(Facts):
 class Entry(Judged):
     """An entry of the board, compared with the others of its track."""
 
-    rank: int | None  # among valid entries; where seconds are ranked, among those on its kind and number of devices
+    # among valid entries; where seconds are ranked, among those on its kind and number of devices
+    rank: int | None
     better: Better | None
     anchored: Anchored | None
     id: str
 
 
 class BoardTrack(Rules):
-    """A track with its rules, which a track without track.toml lacks but for title, rank, target and data's name."""
+    """A track with its rules, which a track without track.toml lacks but for title, rank, target
+    and data's name."""
 
     track: str
     ruled: bool  # whether there is a track.toml
@@ -175,7 +182,8 @@ Histories = dict[str, list[HistoryRow]]  # by the name that a track gives
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return number, mean, standard deviation (None for one), least and most of ``values``; None for none."""
+    """Return number, mean, standard deviation (None for one), least and most of ``values``; None
+    for none."""
     if not values:
         return None
     return {
@@ -198,7 +206,8 @@ def best(track: BoardTrack) -> Entry | None:
 
 
 def mean_of(spread: Spread | None) -> float:
-    """Return the mean of a spread that is there, such as seconds and loss of an entry with a run that converged."""
+    """Return the mean of a spread that is there, such as seconds and loss of an entry with a run
+    that converged."""
     assert spread
     return spread["mean"]
 
@@ -214,12 +223,14 @@ def times(runs: Sequence[RunLine]) -> list[float]:
 
 
 def losses(runs: Sequence[RunLine], of: Literal["val_loss", "holdout"] = "val_loss") -> list[float]:
-    """Return the final losses of ``runs``, one for each seed; or those on the second validation range."""
+    """Return the final losses of ``runs``, one for each seed; or those on the second validation
+    range."""
     return [loss for run in by_seed(runs).values() if (loss := run[of]) is not None]
 
 
 def by_seed(runs: Sequence[RunLine]) -> dict[int, RunLine]:
-    """Return those of ``runs`` that converged by seed: the first of each, for the same seed is no second sample."""
+    """Return those of ``runs`` that converged by seed: the first of each, for the same seed is no
+    second sample."""
     first: dict[int, RunLine] = {}
     for run in runs:
         if run["val_loss"] is not None:

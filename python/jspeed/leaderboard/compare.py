@@ -1,4 +1,5 @@
-"""Compare two recipes: ratio of times with its interval, losses, and the differences between their sources."""
+"""Compare two recipes: ratio of times with its interval, losses, and the differences between their
+sources."""
 
 import ast
 import difflib
@@ -29,10 +30,11 @@ class Side:
 
 
 def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> Side:
-    """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the newest valid, else the newest.
+    """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the newest
+    valid, else the newest.
 
-    ``sources`` are those of the records by SHA-256; a recipe without runs is taken from those that come with jspeed.
-    Raises BadInput when nothing is called so.
+    ``sources`` are those of the records by SHA-256; a recipe without runs is taken from those that
+    come with jspeed. Raises BadInput when nothing is called so.
     """
     name, _, digest = text.partition("@")
     is_path = text.endswith(".py")
@@ -41,7 +43,9 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     if os.path.isfile(file):  # Path.is_file raises for a name that is too long
         source = read_text(file, "give a recipe file")
     elif is_path:
-        raise BadInput(f"recipe file {file} does not exist; give a recipe file or the name of a recipe")
+        raise BadInput(
+            f"recipe file {file} does not exist; give a recipe file or the name of a recipe"
+        )
 
     def matches(entry: Entry) -> bool:
         if is_path:
@@ -51,7 +55,12 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     entries = [(track, entry) for track in tracks for entry in track["entries"] if matches(entry)]
     if entries:
         track, entry = max(
-            entries, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
+            entries,
+            key=lambda each: (
+                each[1]["recipe_sha256"] in sources,
+                each[1]["valid"],
+                each[1]["date"],
+            ),
         )
         stored = sources.get(entry["recipe_sha256"], source)
         return Side(file.stem if is_path else text, track, entry, stored or "")
@@ -59,38 +68,52 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
         return Side(file.stem if is_path else text, None, None, source)
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(
-        f"no recipe '{text}' is on the board or in {FOLDER}{nearest(name, known)}; known: {', '.join(known)}"
+        f"no recipe '{text}' is on the board or in {FOLDER}{nearest(name, known)}; known:"
+        f" {', '.join(known)}"
     )
 
 
 def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
-    """Return lines that say whether A is faster than B, by how much, with what interval; and the same of its loss."""
+    """Return lines that say whether A is faster than B, by how much, with what interval; and the
+    same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
         return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
     assert a.track and b.track
-    if a.track["track"] != b.track["track"] or a.entry["data"]["number"] != b.entry["data"]["number"]:
+    if (
+        a.track["track"] != b.track["track"]
+        or a.entry["data"]["number"] != b.entry["data"]["number"]
+    ):
         tracks = " and ".join(dict.fromkeys(side.track["track"] for side in (a, b) if side.track))
         return [f"Not comparable: they ran for different targets or on different data ({tracks})."]
     for side, entry in ((a, a.entry), (b, b.entry)):
         if entry["cut_short"]:
-            return [f"Not comparable: the runs of {side.name} were stopped early and did not reach the target."]
+            return [
+                f"Not comparable: the runs of {side.name} were stopped early and did not reach the"
+                " target."
+            ]
     if a.entry["seconds"] is None or b.entry["seconds"] is None:
         return ["Not comparable: not both have a run that converged."]
     rounds = raced.get((b.entry["recipe_hash"], a.entry["recipe_hash"]), [])
     same = a.entry["devices"] == b.entry["devices"]
     if not rounds and not same:
         return [
-            f"Not comparable: they ran on different devices, {formatting.devices(a.entry['devices'])} and "
-            f"{formatting.devices(b.entry['devices'])}, and never interleaved. Race them: "
-            f"jspeed leaderboard race {b.name} {a.name}"
+            "Not comparable: they ran on different devices,"
+            f" {formatting.devices(a.entry['devices'])} and"
+            f" {formatting.devices(b.entry['devices'])}, and never interleaved. Race them: jspeed"
+            f" leaderboard race {b.name} {a.name}"
         ]
     ratio = (
-        stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry["runs"]), times(a.entry["runs"]))
+        stats.paired_ratio(rounds)
+        if rounds
+        else stats.unpaired_ratio(times(b.entry["runs"]), times(a.entry["runs"]))
     )
     mean = [formatting.seconds(mean_of(side.entry["seconds"])) for side in (a, b) if side.entry]
     how = f"in {ratio.n} interleaved rounds" if rounds else "in separate runs"
-    lines = [f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s time, {how}."]
+    lines = [
+        f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s"
+        f" time, {how}."
+    ]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
     return lines + loss(a, b)
@@ -104,7 +127,8 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
         return f"{a} was {word} than {b} by {percent}, in one comparison, too few to tell."
     if ratio.low <= 1 <= ratio.high:
         return (
-            f"{a} is not shown to be faster or slower than {b}: {percent} {word} so far, and the 95 % interval holds 1."
+            f"{a} is not shown to be faster or slower than {b}: {percent} {word} so far, and the 95"
+            " % interval holds 1."
         )
     return f"{a} is {word} than {b} by {percent}, and the 95 % interval is all on that side."
 
@@ -128,8 +152,8 @@ def loss(a: Side, b: Side) -> list[str]:
 
 
 class Changes(NamedTuple):
-    """What turns one source into another: ``phrases`` by state (changed, new, gone) and kind (fields, functions, other
-    names), numbers of lines, and the unified diff as lines."""
+    """What turns one source into another: ``phrases`` by state (changed, new, gone) and kind
+    (fields, functions, other names), numbers of lines, and the unified diff as lines."""
 
     phrases: dict[str, dict[str, list[str]]]
     added: int
@@ -140,7 +164,9 @@ class Changes(NamedTuple):
 def changes(a: str, b: str) -> Changes:
     """Return what turns source ``b`` into ``a``."""
     after, before = _parts(a), _parts(b)
-    phrases: dict[str, dict[str, list[str]]] = {state: {kind: [] for kind in after} for state in STATES}
+    phrases: dict[str, dict[str, list[str]]] = {
+        state: {kind: [] for kind in after} for state in STATES
+    }
     for kind, have in after.items():
         had = before[kind]
         for name in [*have, *(name for name in had if name not in have)]:
@@ -153,8 +179,11 @@ def changes(a: str, b: str) -> Changes:
                 phrases["changed"][kind].append(
                     f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name
                 )
-    diff = list(difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2))
-    count = {sign: sum(line.startswith(sign) for line in diff[2:]) for sign in "+-"}  # after the two lines of names
+    diff = list(
+        difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2)
+    )
+    # after the two lines of names
+    count = {sign: sum(line.startswith(sign) for line in diff[2:]) for sign in "+-"}
     return Changes(phrases, count["+"], count["-"], diff)
 
 
@@ -169,7 +198,8 @@ def change_lines(changed: Changes) -> list[str]:
 
 
 def _parts(source: str) -> dict[str, dict[str, str]]:
-    """Return literal upper-case assignments, functions, and other top-level names, each as canonical source."""
+    """Return literal upper-case assignments, functions, and other top-level names, each as
+    canonical source."""
     parts: dict[str, dict[str, str]] = {"fields": {}, "functions": {}, "names": {}}
     try:
         tree = ast.parse(source)

@@ -6,12 +6,19 @@ from jspeed.record.schema import Devices, Git
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with two decimals, one from 10 and none from 1,000; from ten hours as hours with one decimal."""
+    """Return seconds with two decimals, one from 10 and none from 1,000; from ten hours as hours
+    with one decimal."""
     if value is None:
         return NONE
     if value >= 36_000:
         return f"{value / 3600:.1f} h"
-    return f"{value:,.0f} s" if value >= 1000 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+    return (
+        f"{value:,.0f} s"
+        if value >= 1000
+        else f"{value:.1f} s"
+        if value >= 10
+        else f"{value:.2f} s"
+    )
 
 
 def loss(value: float | None) -> str:
@@ -24,7 +31,8 @@ def holdout(entry: Entry) -> str | None:
     second = entry["holdout"]
     return (
         second
-        and f"on the second validation range, which chose nothing: mean loss {loss(second['mean'])} (n = {second['n']})"
+        and f"on the second validation range, which chose nothing: mean loss \
+{loss(second['mean'])} (n = {second['n']})"
     )
 
 
@@ -34,7 +42,8 @@ def with_prefix(count: float) -> str:
 
 
 def parameters(entry: Entry) -> str:
-    """Return the parameters of an entry as ``65.3G parameters, 285M active``; equal, or not known: only the first."""
+    """Return the parameters of an entry as ``65.3G parameters, 285M active``; equal, or not known:
+    only the first."""
     total, active = entry["parameters"], entry["active_parameters"]
     beside = f", {with_prefix(active)} active" if active and active != total else ""
     return f"{with_prefix(total)} parameters{beside}"
@@ -66,5 +75,12 @@ def ratio(ratio: float, low: float | None, high: float | None) -> str:
 def against(better: Better) -> str:
     """Return the comparison with the parent as a phrase."""
     rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
-    how = f"interleaved on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "separate runs"
-    return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"
+    how = (
+        f"interleaved on one machine, {rounds} of A B B A"
+        if better["how"] == "in turn"
+        else "separate runs"
+    )
+    return (
+        f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']}"
+        f" ({how})"
+    )

@@ -1,4 +1,5 @@
-"""Read tables of results by others (records/history), shown beside ours and not verified by jspeed."""
+"""Read tables of results by others (records/history), shown beside ours and not verified by
+jspeed."""
 
 import csv
 import io
@@ -12,23 +13,31 @@ from jspeed.files import read_text
 from jspeed.leaderboard.board import BoardTrack, Histories, HistoryRow
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
-COLUMNS = ("record", "time_minutes", "date", "steps", "tokens_per_step", "total_tokens", "step_avg_ms", "val_loss",
+COLUMNS = ("record", "time_minutes", "date", "steps", "tokens_per_step", "total_tokens",
+"step_avg_ms", "val_loss",
            "n_runs", "description")  # fmt: skip
 
 
 def read_histories(records: Path, tracks: Sequence[BoardTrack]) -> Histories:
-    """Return the tables that ``tracks`` name, by name; raises BadInput as :func:`read_history` does."""
-    return {name: read_history(records, name) for name in sorted({t["history"] for t in tracks if t.get("history")})}
+    """Return the tables that ``tracks`` name, by name; raises BadInput as :func:`read_history`
+    does."""
+    return {
+        name: read_history(records, name)
+        for name in sorted({t["history"] for t in tracks if t.get("history")})
+    }
 
 
 def read_history(records: Path, name: str) -> list[HistoryRow]:
-    """Return the records of ``history/NAME.csv`` in order: number, ``date`` (ISO 8601), ``seconds``, steps, tokens,
-    mean loss, number of runs, what changed; None for what was not published. Raises BadInput for a wrong table."""
+    """Return the records of ``history/NAME.csv`` in order: number, ``date`` (ISO 8601),
+    ``seconds``, steps, tokens, mean loss, number of runs, what changed; None for what was not
+    published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
     text = read_text(path, "restore it")
     reader = csv.DictReader(io.StringIO(text, newline=""))
     if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise BadInput(f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}")
+        raise BadInput(
+            f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}"
+        )
     return [_row(row, path, number) for number, row in enumerate(reader, 2)]
 
 
@@ -42,7 +51,9 @@ def _row(row: dict[str, str], path: Path, number: int) -> HistoryRow:
             "date": datetime.strptime(row["date"], "%m/%d/%y").date().isoformat(),
             "seconds": round(60 * float(row["time_minutes"]), 2),
             "steps": maybe(int, "steps"),
-            "tokens_per_step": [int(part) for part in (row["tokens_per_step"] or "").split("/") if part],
+            "tokens_per_step": [
+                int(part) for part in (row["tokens_per_step"] or "").split("/") if part
+            ],
             "tokens": maybe(int, "total_tokens"),
             "step_ms": maybe(float, "step_avg_ms"),
             "loss": maybe(float, "val_loss"),

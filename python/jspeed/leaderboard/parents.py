@@ -1,4 +1,5 @@
-"""Compare an entry with the recipe that it derives from, and estimate its time on the track's hardware."""
+"""Compare an entry with the recipe that it derives from, and estimate its time on the track's
+hardware."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ Rounds = dict[tuple[str, str], list[Round]]  # by recipe hashes
 def rounds(records: Records, counted: Callable[[Row], bool]) -> Rounds:
     """Return the complete rounds of races by recipe hashes (A, B), and swapped by (B, A).
 
-    A round is complete when its four runs converged, are ``counted``, and ran one after another on one machine. Races
-    with ``--steps`` are ignored: their times are not of the full schedules.
+    A round is complete when its four runs converged, are ``counted``, and ran one after another on
+    one machine. Races with ``--steps`` are ignored: their times are not of the full schedules.
     """
     by_hashes: Rounds = defaultdict(list)
     for digest, (_, plan) in records.plans.items():
@@ -36,7 +37,9 @@ def rounds(records: Records, counted: Callable[[Row], bool]) -> Rounds:
         present = records.preregistered.get(digest, {})
         for first in range(0, len(plan["runs"]) - ROUND + 1, ROUND):
             planned = plan["runs"][first : first + ROUND]
-            rows = [row for run in planned for row in present.get(run["folder"], [])[:1] if counted(row)]
+            rows = [
+                row for run in planned for row in present.get(run["folder"], [])[:1] if counted(row)
+            ]
             seconds = [row.run["timed_seconds"] for row in rows if row.run["val_loss"] is not None]
             a, b, *rest = (run["recipe_hash"] for run in planned)
             if a != b and rest == [b, a] and len(seconds) == ROUND and in_turn(rows):
@@ -47,7 +50,8 @@ def rounds(records: Records, counted: Callable[[Row], bool]) -> Rounds:
 
 
 def in_turn(rows: Sequence[Row]) -> bool:
-    """Whether runs ran one after another in this order, on one machine as far as they say (``machine`` may be null)."""
+    """Whether runs ran one after another in this order, on one machine as far as they say
+    (``machine`` may be null)."""
     machines = {row.run["machine"] for row in rows} - {None}
     same = all(row.run["devices"] == rows[0].run["devices"] for row in rows) and len(machines) <= 1
     started = [datetime.fromisoformat(row.run["started"]) for row in rows]
@@ -57,22 +61,30 @@ def in_turn(rows: Sequence[Row]) -> bool:
 def compare_with_parent(
     entry: Judged, parents: Sequence[Judged], raced: Rounds, track: Track, sigma: float | None
 ) -> tuple[Better | None, Anchored | None]:
-    """Return ``better`` and ``anchored`` of ``entry``, None where it has no parent to be measured against.
+    """Return ``better`` and ``anchored`` of ``entry``, None where it has no parent to be measured
+    against.
 
-    ``parents`` are the other entries of the recipe that it names as parent, ``raced`` the rounds by pairs of recipe
-    hashes. ``anchored`` is the parent's official time x the ratio of a race, for an entry that ran on other hardware.
+    ``parents`` are the other entries of the recipe that it names as parent, ``raced`` the rounds by
+    pairs of recipe hashes. ``anchored`` is the parent's official time x the ratio of a race, for an
+    entry that ran on other hardware.
     """
     parent = parent_of(entry, parents, raced)
     if parent is None:
         return None, None
     assert entry["seconds"] and parent["seconds"]
     turns = raced.get((parent["recipe_hash"], entry["recipe_hash"]), [])
-    ratio = stats.paired_ratio(turns) if turns else stats.unpaired_ratio(times(parent["runs"]), times(entry["runs"]))
+    ratio = (
+        stats.paired_ratio(turns)
+        if turns
+        else stats.unpaired_ratio(times(parent["runs"]), times(entry["runs"]))
+    )
     saved = parent["steps"] - entry["steps"]
     price, source = price_of(parent, parents, track)
     pairwise = None
     if sigma and (price is not None or not saved):
-        pairwise = stats.better_than(losses(entry["runs"]), losses(parent["runs"]), sigma, saved, price or 0.0)
+        pairwise = stats.better_than(
+            losses(entry["runs"]), losses(parent["runs"]), sigma, saved, price or 0.0
+        )
     base = parent["seconds"]["mean"]
     same = parent["devices"] == entry["devices"]
     better: Better = {
@@ -98,7 +110,8 @@ def compare_with_parent(
 
 
 def parent_of(entry: Judged, parents: Sequence[Judged], raced: Rounds) -> Judged | None:
-    """Return the parent to compare ``entry`` with: the best that it raced, else the best on its devices and data."""
+    """Return the parent to compare ``entry`` with: the best that it raced, else the best on its
+    devices and data."""
     if not entry["seconds"] or not entry["loss"]:
         return None
     ended = [
@@ -106,14 +119,23 @@ def parent_of(entry: Judged, parents: Sequence[Judged], raced: Rounds) -> Judged
         for parent in parents
         if parent["seconds"] and not parent["cut_short"]
     ]
-    together = [each for each in ended if raced.get((each[-1]["recipe_hash"], entry["recipe_hash"]))]
-    same = [each for each in ended if each[-1]["devices"] == entry["devices"] and each[-1]["data"] == entry["data"]]
+    together = [
+        each for each in ended if raced.get((each[-1]["recipe_hash"], entry["recipe_hash"]))
+    ]
+    same = [
+        each
+        for each in ended
+        if each[-1]["devices"] == entry["devices"] and each[-1]["data"] == entry["data"]
+    ]
     best = min(together or same, key=lambda each: each[:-1], default=None)
     return best and best[-1]
 
 
-def price_of(parent: Judged, parents: Sequence[Judged], track: Track) -> tuple[float | None, str | None]:
-    """Return what a step of ``parent`` is worth in loss, and where that comes from: its track's rule, or its own runs.
+def price_of(
+    parent: Judged, parents: Sequence[Judged], track: Track
+) -> tuple[float | None, str | None]:
+    """Return what a step of ``parent`` is worth in loss, and where that comes from: its track's
+    rule, or its own runs.
 
     Its own runs tell when some had another length, that is, another STEPS and nothing else.
     """
@@ -129,13 +151,19 @@ def price_of(parent: Judged, parents: Sequence[Judged], track: Track) -> tuple[f
         ):
             lengths.setdefault(other["steps"], []).extend(losses(other["runs"]))
     price = stats.price_per_step(lengths)
-    return price, None if price is None else f"runs of {parent['recipe']} with {len(lengths)} numbers of steps"
+    return (
+        price,
+        None
+        if price is None
+        else f"runs of {parent['recipe']} with {len(lengths)} numbers of steps",
+    )
 
 
 def verdict(
     entry: Judged, track: Track, ratio: stats.Ratio, pairwise: stats.Test | None
 ) -> Literal["yes", "no", "not shown"]:
-    """Return ``yes``, ``no`` or ``not shown``: whether what the track ranks is better than the parent's.
+    """Return ``yes``, ``no`` or ``not shown``: whether what the track ranks is better than the
+    parent's.
 
     Steps are judged by the track's p, seconds by the 95 % interval of their ratio."""
     if entry["loss"] and entry["loss"]["mean"] > track.rules["target_loss"]:

@@ -1,7 +1,8 @@
-"""Statistics of the board: is a mean loss below its target, is a recipe better than its parent, how much faster.
+"""Statistics of the board: is a mean loss below its target, is a recipe better than its parent, how
+much faster.
 
-Losses are nats per token. Tests are one-sided: p is the chance of a result this good were the claim wrong. sigma is
-the standard deviation of one run's loss over seeds.
+Losses are nats per token. Tests are one-sided: p is the chance of a result this good were the claim
+wrong. sigma is the standard deviation of one run's loss over seeds.
 """
 
 import math
@@ -24,7 +25,8 @@ class Test(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A ratio of times and its 95 % interval, None where there is one observation; ``n`` observations."""
+    """A ratio of times and its 95 % interval, None where there is one observation; ``n``
+    observations."""
 
     ratio: float
     low: float | None
@@ -33,7 +35,8 @@ class Ratio(NamedTuple):
 
 
 def t_below(mean: float, sd: float, n: int, target: float) -> Test:
-    """Student's one-sample t-test that the true mean is below ``target``; raises ValueError for fewer than 2 runs.
+    """Student's one-sample t-test that the true mean is below ``target``; raises ValueError for
+    fewer than 2 runs.
 
     Track 1 of the NanoGPT speedrun asks for p < 0.01.
     """
@@ -44,9 +47,11 @@ def t_below(mean: float, sd: float, n: int, target: float) -> Test:
 
 
 def z_below(mean: float, n: int, target: float, sigma: float) -> Test:
-    """Test that the true mean is below ``target`` when ``sigma`` is known; it takes single runs too.
+    """Test that the true mean is below ``target`` when ``sigma`` is known; it takes single runs
+    too.
 
-    Track 3 of the NanoGPT speedrun takes sigma = 0.0013 and asks for (target - mean) sqrt(n) >= 0.004.
+    Track 3 of the NanoGPT speedrun takes sigma = 0.0013 and asks for (target - mean) sqrt(n) >=
+    0.004.
     """
     z = _statistic(mean - target, sigma / math.sqrt(n))
     return Test(z, float(ndtr(z)))
@@ -60,7 +65,8 @@ def _statistic(difference: float, error: float) -> float:
 
 
 def pooled_sigma(groups: Iterable[Sequence[float]]) -> float | None:
-    """Return the standard deviation within groups of losses, pooled over them; None where no group has two."""
+    """Return the standard deviation within groups of losses, pooled over them; None where no group
+    has two."""
     groups = [group for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     if not freedom:
@@ -69,14 +75,16 @@ def pooled_sigma(groups: Iterable[Sequence[float]]) -> float | None:
 
 
 def required_margin(n: int, p: float, sd: float, known: bool) -> float:
-    """Return the nats below the target that ``n`` runs' mean needs for a one-sided ``p``; ``known``: sd is sigma."""
+    """Return the nats below the target that ``n`` runs' mean needs for a one-sided ``p``;
+    ``known``: sd is sigma."""
     if known:
         return float(-ndtri(p)) * sd / math.sqrt(n)
     return math.inf if n < 2 else float(-stdtrit(n - 1, p)) * sd / math.sqrt(n)
 
 
 def more_runs(mean: float, sd: float, n: int, target: float, p: float, known: bool) -> int | None:
-    """Return how many more runs with this mean and sd would reach a one-sided ``p``; None above MOST_RUNS."""
+    """Return how many more runs with this mean and sd would reach a one-sided ``p``; None above
+    MOST_RUNS."""
     if mean >= target:
         return None
     for total in range(max(n, 1), MOST_RUNS + 1):
@@ -86,13 +94,17 @@ def more_runs(mean: float, sd: float, n: int, target: float, p: float, known: bo
 
 
 def better_than(
-    child: Sequence[float], parent: Sequence[float], sigma: float, steps_saved: float = 0.0, price: float = 0.0
+    child: Sequence[float],
+    parent: Sequence[float],
+    sigma: float,
+    steps_saved: float = 0.0,
+    price: float = 0.0,
 ) -> Test:
     """Test that ``child`` would have the lower loss had it as many steps as ``parent``.
 
-    ``price`` is what the parent's loss falls in one more step, so that ``steps_saved`` of them count as a gain:
-    (loss difference + price x steps saved) / (sigma sqrt(1/n1 + 1/n2)), track 3's pairwise rule. The statistic is
-    positive for a better child.
+    ``price`` is what the parent's loss falls in one more step, so that ``steps_saved`` of them
+    count as a gain: (loss difference + price x steps saved) / (sigma sqrt(1/n1 + 1/n2)), track 3's
+    pairwise rule. The statistic is positive for a better child.
     """
     gain = fmean(parent) - fmean(child) + price * steps_saved
     z = _statistic(gain, sigma * math.sqrt(1 / len(child) + 1 / len(parent)))
@@ -100,10 +112,11 @@ def better_than(
 
 
 def price_per_step(lengths: Mapping[int, Sequence[float]]) -> float | None:
-    """Return the loss that one more step is worth, from final losses by number of steps; None for fewer than two.
+    """Return the loss that one more step is worth, from final losses by number of steps; None for
+    fewer than two.
 
-    The runs must differ in the length of their schedule only. A single run's curve cannot give this: its learning rate
-    decays along it. Least squares over all runs.
+    The runs must differ in the length of their schedule only. A single run's curve cannot give
+    this: its learning rate decays along it. Least squares over all runs.
     """
     steps = [length for length, losses in lengths.items() for _ in losses]
     if len(set(steps)) < 2:
@@ -112,10 +125,11 @@ def price_per_step(lengths: Mapping[int, Sequence[float]]) -> float | None:
 
 
 def paired_ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
-    """Return B's time over A's from one or more rounds of (times of A, times of B), each interleaved on one machine.
+    """Return B's time over A's from one or more rounds of (times of A, times of B), each
+    interleaved on one machine.
 
-    A round is one observation, the difference of mean logarithms: linear drift through A B B A cancels. The interval is
-    Student's over rounds.
+    A round is one observation, the difference of mean logarithms: linear drift through A B B A
+    cancels. The interval is Student's over rounds.
     """
     logs = [fmean(map(math.log, b)) - fmean(map(math.log, a)) for a, b in rounds]
     n = len(logs)
@@ -135,7 +149,8 @@ def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
 
 
 def _ratio(log: float, error: float | None, freedom: float, n: int) -> Ratio:
-    """Return the ratio and its interval from its logarithm, that one's standard error and degrees of freedom."""
+    """Return the ratio and its interval from its logarithm, that one's standard error and degrees
+    of freedom."""
     if error is None:
         return Ratio(math.exp(log), None, None, n)
     half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error

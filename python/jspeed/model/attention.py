@@ -20,8 +20,9 @@ QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this run as a loop instead of unrolled."""
 TAG = 16.0
-"""Each number of :func:`tags`. Scores of different documents are at least 2 TAG^2 x scale lower for it, 66 in record
-92's narrow heads, and scores of normalised heads of 64 channels differ by no more than 128 x scale, 17."""
+"""Each number of :func:`tags`. Scores of different documents are at least 2 TAG^2 x scale lower for
+it, 66 in record 92's narrow heads, and scores of normalised heads of 64 channels differ by no more
+than 128 x scale, 17."""
 LEAST_APART = 30.0
 """By which scores of different documents must be lower: a weight of 1e-13."""
 
@@ -32,9 +33,11 @@ class Documents:
     """Document index of every token. Made once by :func:`find_documents`, read by every layer."""
 
     ids: jax.Array
-    """int32 ``[B, T]``: 0 for the first document of the lane, one more at every document start after it."""
+    """int32 ``[B, T]``: 0 for the first document of the lane, one more at every document start
+    after it."""
     offsets: jax.Array | None = None
-    """int32 ``[B, max_docs + 1]``: where each document starts, then T; None without ``max_docs``."""
+    """int32 ``[B, max_docs + 1]``: where each document starts, then T; None without ``max_docs``.
+    """
     longest: int | None = None
     """Tokens that no document exceeds, where that is known."""
 
@@ -46,15 +49,17 @@ def find_documents(
     max_doc_len: int | None = None,
     cut: int | None = None,
 ) -> Documents:
-    """Number the documents of each lane, and with ``max_docs`` return where they start, as the loader's own table does.
+    """Number the documents of each lane, and with ``max_docs`` return where they start, as the
+    loader's own table does.
 
-    A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first document starts at 0
-    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents, or
-    one of more than ``max_doc_len`` tokens, its last offset is less than T, by which backends detect the overflow. The
-    loader gives no such lanes in training (DocOverflowError).
+    A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first
+    document starts at 0 either way, so that a lane of n documents always fills n slots. When a lane
+    has more than ``max_docs`` documents, or one of more than ``max_doc_len`` tokens, its last
+    offset is less than T, by which backends detect the overflow. The loader gives no such lanes in
+    training (DocOverflowError).
 
-    With ``cut`` every so many tokens of a document begin another one: attention does not cross these borders. Not with
-    a KV cache.
+    With ``cut`` every so many tokens of a document begin another one: attention does not cross
+    these borders. Not with a KV cache.
     """
     begins_BT = tokens_BT == bos_id
     if cut is not None:
@@ -69,10 +74,15 @@ def find_documents(
     if max_docs is None:
         return Documents(ids_BT)
     if max_docs < 1:
-        raise BadInput(f"max_docs={max_docs}, but a lane holds at least one document; give 1 or more")
-    # A binary search in the sorted ids, because scatters (nonzero, bincount) are a loop of contended atomics on the GPU
-    # with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny steps costs more to launch than to run.
-    search = partial(jnp.searchsorted, v=jnp.arange(max_docs + 1, dtype=jnp.int32), method="scan_unrolled")
+        raise BadInput(
+            f"max_docs={max_docs}, but a lane holds at least one document; give 1 or more"
+        )
+    # A binary search in the sorted ids, because scatters (nonzero, bincount) are a loop of
+    # contended atomics on the GPU with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny
+    # steps costs more to launch than to run.
+    search = partial(
+        jnp.searchsorted, v=jnp.arange(max_docs + 1, dtype=jnp.int32), method="scan_unrolled"
+    )
     offsets_BO = jax.vmap(search)(ids_BT).astype(jnp.int32)
     if max_doc_len is None:
         return Documents(ids_BT, offsets_BO)
@@ -82,17 +92,21 @@ def find_documents(
 
 
 def tags(documents: Documents, channels: int) -> jax.Array:
-    """Return channels that tell documents apart where queries and keys have them alike: bf16 ``[B, T, channels]``.
+    """Return channels that tell documents apart where queries and keys have them alike: bf16 ``[B,
+    T, channels]``.
 
-    They are the binary digits of a document's number as +-TAG, then zeros. The product of two tags is the same for all
-    tokens of one document, which softmax does not see, and at least 2 TAG^2 lower for those of different ones, which
-    therefore need no mask. Raises Refused where ``channels`` are not enough for ``max_docs``.
+    They are the binary digits of a document's number as +-TAG, then zeros. The product of two tags
+    is the same for all tokens of one document, which softmax does not see, and at least 2 TAG^2
+    lower for those of different ones, which therefore need no mask. Raises Refused where
+    ``channels`` are not enough for ``max_docs``.
     """
     assert documents.offsets is not None
     slots = documents.offsets.shape[1] - 1
     digits = (slots - 1).bit_length()
     if digits > channels:
-        raise attention_backends.Refused(f"{channels} channels tell {2**channels} documents apart, found {slots} slots")
+        raise attention_backends.Refused(
+            f"{channels} channels tell {2**channels} documents apart, found {slots} slots"
+        )
     digit_C = jnp.arange(channels, dtype=jnp.int32)[None, None]
     sign_BTC = 2 * (documents.ids[..., None] >> digit_C & 1) - 1
     return jnp.where(digit_C < digits, TAG * sign_BTC, 0).astype(jnp.bfloat16)
@@ -111,36 +125,42 @@ def attention(
     tagged: bool = False,
     gradient_window: int | None = None,
 ) -> jax.Array:
-    """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, shape and dtype of ``v_BTHK``.
+    """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, shape and dtype
+    of ``v_BTHK``.
 
-    A query at t sees key s when t - ``window`` < s <= t (``window`` counts the query itself; ``None`` is no
-    limit) and, with ``documents``, both lie in one document. Scores and softmax are fp32. The arrays are those of
-    one device: under a mesh, call it inside ``jax.shard_map`` over the data axis. Queries and keys may be narrower than
-    values; kernels then get them with zeros at the end, which changes no score.
+    A query at t sees key s when t - ``window`` < s <= t (``window`` counts the query itself;
+    ``None`` is no limit) and, with ``documents``, both lie in one document. Scores and softmax are
+    fp32. The arrays are those of one device: under a mesh, call it inside ``jax.shard_map`` over
+    the data axis. Queries and keys may be narrower than values; kernels then get them with zeros at
+    the end, which changes no score.
 
-    ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
-    :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
-    ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
-    than ``max_docs`` documents, or of one past ``max_doc_len``, gives NaN, never a silently wrong mask; of the
-    latter ``cudnn`` does not write what is past it. ``marked``: the queries of such lanes are NaN already
-    (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them NaN is left out.
-    ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn`` then needs no table of documents, and
-    no block of its kernels is without work.
+    ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are
+    kernels of :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the
+    rest a GPU (and all but ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``,
+    the rest ``documents.offsets``: a lane of more than ``max_docs`` documents, or of one past
+    ``max_doc_len``, gives NaN, never a silently wrong mask; of the latter ``cudnn`` does not write
+    what is past it. ``marked``: the queries of such lanes are NaN already
+    (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them
+    NaN is left out. ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn``
+    then needs no table of documents, and no block of its kernels is without work.
 
-    With ``gradient_window`` a query and a key that is so many tokens before it, or more, get no gradient from each
-    other; the softmax is that of all keys, in the backward pass too (PR 371 of modded-nanogpt). ``xla`` has it, and
-    ``cudnn``, whose backward kernel then visits fewer blocks, where documents are known to be shorter than lanes. The
-    others compute all gradients.
+    With ``gradient_window`` a query and a key that is so many tokens before it, or more, get no
+    gradient from each other; the softmax is that of all keys, in the backward pass too (PR 371 of
+    modded-nanogpt). ``xla`` has it, and ``cudnn``, whose backward kernel then visits fewer blocks,
+    where documents are known to be shorter than lanes. The others compute all gradients.
 
-    Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
-    for heads that do not divide.
+    Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does
+    not support, and for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
-            f"attention backend {backend!r} is not known; choose {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
+            f"attention backend {backend!r} is not known; choose"
+            f" {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
         )
     if window is not None and window < 1:
-        raise BadInput(f"attention window={window}, but it counts the query itself; give 1 or more, or None")
+        raise BadInput(
+            f"attention window={window}, but it counts the query itself; give 1 or more, or None"
+        )
     if cache := active_cache():
         return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
@@ -157,37 +177,47 @@ def attention(
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
 
     def with_ids(q_BTHK, k_BTHK, v_BTHK, ids_BT):
-        return attention_backends.splash(q_BTHK, k_BTHK, v_BTHK, scale=scale, ids_BT=ids_BT, window=window)
+        return attention_backends.splash(
+            q_BTHK, k_BTHK, v_BTHK, scale=scale, ids_BT=ids_BT, window=window
+        )
 
     if backend == "splash":
         return _over_heads(with_ids, q_BTHK, k_BTHK, v_BTHK, ids_BT)
     if documents is not None and documents.offsets is None:
         raise BadInput(
-            f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "
-            "or choose backend 'xla'"
+            f"attention backend '{backend}' reads where documents start; give find_documents a"
+            " max_docs, or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
 
     def with_offsets(q_BTHK, k_BTHK, v_BTHK, offsets_BO):
         if offsets_BO is not None and not marked:
             q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
-        rest = {"longest": documents.longest} if backend == "cudnn" and documents and documents.longest else {}
+        rest = (
+            {"longest": documents.longest}
+            if backend == "cudnn" and documents and documents.longest
+            else {}
+        )
         if tagged and backend == "cudnn":
             _require_apart(scale, v_BTHK.shape[-1] // 2)
             offsets_BO, rest = None, {}
         if gradient_window is not None and backend == "cudnn":
             rest |= {"gradient_window": gradient_window}
         path = getattr(attention_backends, backend)
-        return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest)
+        return path(
+            q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest
+        )
 
     return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK, offsets_BO)
 
 
 def _require_apart(scale: float, width: int) -> None:
-    """Raise Refused where tags do not lower scores of normalised heads of ``width`` channels by LEAST_APART."""
+    """Raise Refused where tags do not lower scores of normalised heads of ``width`` channels by
+    LEAST_APART."""
     if (apart := (2 * TAG**2 - 2 * width) * scale) < LEAST_APART:
         raise attention_backends.Refused(
-            f"tags lower the scores of other documents by {apart:.3g} at scale {scale:g}; {LEAST_APART:g} are needed"
+            f"tags lower the scores of other documents by {apart:.3g} at scale {scale:g};"
+            f" {LEAST_APART:g} are needed"
         )
 
 
@@ -203,20 +233,26 @@ def _over_heads(path, q_BTHK, k_BTHK, v_BTHK, documents):
     devices, heads = math.prod(mesh.shape[axis] for axis in axes), q_BTHK.shape[2]
     if heads % devices:
         raise BadInput(
-            f"attention has {heads} heads, which {devices} devices cannot share; use a number that divides it"
+            f"attention has {heads} heads, which {devices} devices cannot share; use a number that"
+            " divides it"
         )
     cut = PartitionSpec(None, None, axes)
     specs = (cut, cut, cut, PartitionSpec())
-    return jax.shard_map(path, in_specs=specs, out_specs=cut, axis_names=set(axes), check_vma=False)(
-        q_BTHK, k_BTHK, v_BTHK, documents
-    )
+    return jax.shard_map(
+        path, in_specs=specs, out_specs=cut, axis_names=set(axes), check_vma=False
+    )(q_BTHK, k_BTHK, v_BTHK, documents)
 
 
 def _continue_document_ids(cache: CacheStep, ids_BT: jax.Array) -> jax.Array:
-    """Continue numbering documents after the last token of each row in ``cache``, and append the numbers to it."""
-    before_B = jnp.take_along_axis(cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1)[:, 0]
+    """Continue numbering documents after the last token of each row in ``cache``, and append the
+    numbers to it."""
+    before_B = jnp.take_along_axis(
+        cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1
+    )[:, 0]
     ids_BT += jnp.where(cache.start_B > 0, before_B, 0)[:, None]
-    cache.cache = cache.cache._replace(documents_BS=write_rows(cache.cache.documents_BS, ids_BT, cache.start_B))
+    cache.cache = cache.cache._replace(
+        documents_BS=write_rows(cache.cache.documents_BS, ids_BT, cache.start_B)
+    )
     return ids_BT
 
 
@@ -227,8 +263,11 @@ def _cached(cache: CacheStep, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
     return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
 
 
-def cached_mask(cache: CacheStep, length: int, size: int, documents: Documents | None, window: int | None) -> jax.Array:
-    """Return which of ``size`` cached keys each of the next ``length`` queries sees: bool ``[B, T, S]``."""
+def cached_mask(
+    cache: CacheStep, length: int, size: int, documents: Documents | None, window: int | None
+) -> jax.Array:
+    """Return which of ``size`` cached keys each of the next ``length`` queries sees: bool ``[B, T,
+    S]``."""
     t_BT1 = cache.positions_BT(length)[..., None]
     s_11S = jnp.arange(size, dtype=jnp.int32)[None, None]
     seen_BTS = s_11S <= t_BT1
@@ -240,7 +279,9 @@ def cached_mask(cache: CacheStep, length: int, size: int, documents: Documents |
     return seen_BTS
 
 
-def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window, gradient_window):
+def _block(
+    q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window, gradient_window
+):
     """Attend from queries at positions ``t_T`` to keys at positions ``s_S``."""
     distance_TS = t_T[:, None] - s_S[None, :]
     seen = distance_TS >= 0
@@ -254,20 +295,25 @@ def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, wi
 
 
 def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale, near=None):
-    """Softmax over the keys where ``seen`` (bool, broadcast to ``[B, H, T, S]``), then the weighted sum of values. With
-    ``near`` only these scores and values have gradients."""
+    """Softmax over the keys where ``seen`` (bool, broadcast to ``[B, H, T, S]``), then the weighted
+    sum of values. With ``near`` only these scores and values have gradients."""
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if near is not None:
         scores_BHTS = jnp.where(near, scores_BHTS, jax.lax.stop_gradient(scores_BHTS))
-    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1).astype(v_BSHK.dtype)
+    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1).astype(
+        v_BSHK.dtype
+    )
     if near is None:
         return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
     parts = [(near, v_BSHK), (~near, jax.lax.stop_gradient(v_BSHK))]
-    return sum(jnp.einsum("bhts,bshk->bthk", jnp.where(where, weights_BHTS, 0), v) for where, v in parts)
+    return sum(
+        jnp.einsum("bhts,bshk->bthk", jnp.where(where, weights_BHTS, 0), v) for where, v in parts
+    )
 
 
 def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
-    """Unrolled over blocks of queries, each with the keys in its range: fastest, but a large program."""
+    """Unrolled over blocks of queries, each with the keys in its range: fastest, but a large
+    program."""
     length = q_BTHK.shape[1]
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
@@ -284,10 +330,10 @@ def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window)
 def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
     """Two loops over blocks of queries: the program does not grow with T.
 
-    The lane is cut into spans no shorter than the window, so that a query sees its own span and the one before. The
-    outer loop carries spans, the inner one slices keys out of two of them: sliced out of the whole lane instead,
-    their gradients would be added to an array of length T once for every block. Blocks are recomputed in the
-    backward pass.
+    The lane is cut into spans no shorter than the window, so that a query sees its own span and the
+    one before. The outer loop carries spans, the inner one slices keys out of two of them: sliced
+    out of the whole lane instead, their gradients would be added to an array of length T once for
+    every block. Blocks are recomputed in the backward pass.
     """
     length = q_BTHK.shape[1]
     if ids_BT is None:
@@ -299,7 +345,9 @@ def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
     def with_previous(x_NBS):
         if not before:
             return x_NBS
-        return jnp.concatenate([jnp.concatenate([jnp.zeros_like(x_NBS[:1]), x_NBS[:-1]]), x_NBS], axis=2)
+        return jnp.concatenate(
+            [jnp.concatenate([jnp.zeros_like(x_NBS[:1]), x_NBS[:-1]]), x_NBS], axis=2
+        )
 
     def one_span(of_span):
         begin, q_BRHK, query_ids_BR, *of_keys = of_span
@@ -311,22 +359,33 @@ def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
             k, v, key_ids = (jax.lax.dynamic_slice_in_dim(x, first, keys, axis=1) for x in of_keys)
             t_T = begin + start + jnp.arange(QUERY_BLOCK)
             s_S = begin - before + first + jnp.arange(keys)
-            s_S = jnp.where(s_S < 0, length + span, s_S)  # positions before the lane are masked like future ones
-            return _block(q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window, gradient_window)
+            # positions before the lane are masked like future ones
+            s_S = jnp.where(s_S < 0, length + span, s_S)
+            return _block(
+                q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window, gradient_window
+            )
 
         starts = jnp.arange(0, span, QUERY_BLOCK)
-        return _join(jax.lax.map(one_block, (starts, _cut(q_BRHK, QUERY_BLOCK), _cut(query_ids_BR, QUERY_BLOCK))))
+        return _join(
+            jax.lax.map(
+                one_block, (starts, _cut(q_BRHK, QUERY_BLOCK), _cut(query_ids_BR, QUERY_BLOCK))
+            )
+        )
 
     q, k, v, ids = (_cut(x, span) for x in (q_BTHK, k_BTHK, v_BTHK, ids_BT))
     begins = jnp.arange(0, spans * span, span)
-    out = jax.lax.map(one_span, (begins, q, ids, with_previous(k), with_previous(v), with_previous(ids)))
+    out = jax.lax.map(
+        one_span, (begins, q, ids, with_previous(k), with_previous(v), with_previous(ids))
+    )
     return _join(out)[:, :length]
 
 
 def _cut(x_BT: jax.Array, size: int) -> jax.Array:
-    """Cut axis 1 into pieces of ``size``, the last padded with zeros: ``[B, T, ...]`` to ``[N, B, size, ...]``.
+    """Cut axis 1 into pieces of ``size``, the last padded with zeros: ``[B, T, ...]`` to ``[N, B,
+    size, ...]``.
 
-    Queries of the padding see their own padded key, so that no row of scores is empty and no gradient NaN.
+    Queries of the padding see their own padded key, so that no row of scores is empty and no
+    gradient NaN.
     """
     rows, length, *rest = x_BT.shape
     pieces = -(-length // size)

@@ -1,7 +1,8 @@
 """FP8 matmuls with one scale per operand, for Hopper's FP8 tensor cores.
 
-Scales are constants (:func:`matmul`), current (measured before the cast) or delayed: taken from the amax, the largest
-absolute value, of the step before. Parameters called ``largest`` hold such an amax.
+Scales are constants (:func:`matmul`), current (measured before the cast) or delayed: taken from the
+amax, the largest absolute value, of the step before. Parameters called ``largest`` hold such an
+amax.
 """
 
 from functools import partial
@@ -17,17 +18,18 @@ from numpy.typing import NDArray
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57_344.0
 GRADIENT_MARGIN = 16.0
-"""Headroom: the factor by which a gradient's amax may grow in a step before values are clipped: 4 of e5m2's 31 powers
-of two."""
+"""Headroom: the factor by which a gradient's amax may grow in a step before values are clipped: 4
+of e5m2's 31 powers of two."""
 
 
 class Scales(NamedTuple):
-    """Divisors: an operand is stored as ``operand / scale`` and the result multiplied by both scales.
+    """Divisors: an operand is stored as ``operand / scale`` and the result multiplied by both
+    scales.
 
-    ``x`` and ``w`` bring activations and weights into +-448 (e4m3), ``grad`` the gradient of the output into
-    +-57,344 (e5m2). They are Python floats, part of the program: measuring them would cost a pass over the data.
-    They are rounded to the compute dtype (bf16: within 0.4 %), for division and multiplication alike, so that the
-    scales cancel exactly.
+    ``x`` and ``w`` bring activations and weights into +-448 (e4m3), ``grad`` the gradient of the
+    output into +-57,344 (e5m2). They are Python floats, part of the program: measuring them would
+    cost a pass over the data. They are rounded to the compute dtype (bf16: within 0.4 %), for
+    division and multiplication alike, so that the scales cancel exactly.
     """
 
     x: float
@@ -36,7 +38,8 @@ class Scales(NamedTuple):
 
 
 def quantise(a: jax.Array, scale: float | jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return ``a / scale`` in an 8-bit ``dtype``; values outside its range are clipped, NaN stays NaN."""
+    """Return ``a / scale`` in an 8-bit ``dtype``; values outside its range are clipped, NaN stays
+    NaN."""
     limit = float(jnp.finfo(dtype).max)
     # The cast itself turns an e4m3 overflow into NaN.
     return jnp.clip(a.astype(jnp.float32) * (1 / scale), -limit, limit).astype(dtype)
@@ -45,10 +48,11 @@ def quantise(a: jax.Array, scale: float | jax.Array, dtype: DTypeLike) -> jax.Ar
 def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
     """Return ``x @ w_VD.T``: ``[..., D]``, ``[V, D]`` -> ``[..., V]`` in ``x.dtype``.
 
-    With ``scales`` the operands are e4m3 and the incoming gradient e5m2; without, all are in ``x.dtype``. As in
-    modded-nanogpt the forward matmul accumulates fast (14 bits or so on Hopper) and the backward ones in fp32.
-    Gradients have the dtype of their operand, rounded once. XLA compiles FP8 matmuls to cuBLASLt calls on GPUs
-    from sm_89 on. Elsewhere operands are widened to ``x.dtype``, which is slow, and rounds them in bf16.
+    With ``scales`` the operands are e4m3 and the incoming gradient e5m2; without, all are in
+    ``x.dtype``. As in modded-nanogpt the forward matmul accumulates fast (14 bits or so on Hopper)
+    and the backward ones in fp32. Gradients have the dtype of their operand, rounded once. XLA
+    compiles FP8 matmuls to cuBLASLt calls on GPUs from sm_89 on. Elsewhere operands are widened to
+    ``x.dtype``, which is slow, and rounds them in bf16.
     """
     # XLA's rewriter takes exactly one dimension beside the contracted one.
     y_NV = _matmul(x.reshape(-1, x.shape[-1]), w_VD, scales)
@@ -56,26 +60,32 @@ def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
 
 
 def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
-    """:func:`matmul` with its operands as :func:`jspeed.model.losses.cross_entropy` hands them to a head."""
+    """:func:`matmul` with its operands as :func:`jspeed.model.losses.cross_entropy` hands them to a
+    head."""
     return matmul(x, w_VD, scales)
 
 
 def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
     """Return ``x @ w_VD.T`` by an FP8 matmul (e4m3), whose gradients are matmuls in ``x``'s dtype.
 
-    ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales bring the largest entry to 448, e4m3's largest. ``x_scale``, a
-    scalar, replaces that of ``x``; values that then do not fit are clipped.
+    ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales bring the largest entry to 448, e4m3's largest.
+    ``x_scale``, a scalar, replaces that of ``x``; values that then do not fit are clipped.
     """
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
-    return _forward_matmul(x.reshape(-1, x.shape[-1]), w_VD, *scales).reshape(*x.shape[:-1], w_VD.shape[0])
+    return _forward_matmul(x.reshape(-1, x.shape[-1]), w_VD, *scales).reshape(
+        *x.shape[:-1], w_VD.shape[0]
+    )
 
 
 def scale_of(a: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> jax.Array:
-    """Return ``scale``, or if it is None the one that brings the largest entry of ``a`` to e4m3's largest, 448.
+    """Return ``scale``, or if it is None the one that brings the largest entry of ``a`` to e4m3's
+    largest, 448.
 
     As :func:`as_scale` returns it.
     """
-    return as_scale(jnp.max(jnp.abs(a)).astype(jnp.float32) / E4M3_MAX if scale is None else scale, dtype)
+    return as_scale(
+        jnp.max(jnp.abs(a)).astype(jnp.float32) / E4M3_MAX if scale is None else scale, dtype
+    )
 
 
 def scales_of(
@@ -83,8 +93,9 @@ def scales_of(
 ) -> jax.Array:
     """Return :func:`scale_of` of each matrix of a bank, ``[N]`` in its dtype.
 
-    ``times_N``: of the matrices that :func:`.layers.scaled` makes of them, which are not needed for it: rounding keeps
-    what is largest. ``read_NO`` leaves columns out. One after the other each would be two kernels of one number.
+    ``times_N``: of the matrices that :func:`.layers.scaled` makes of them, which are not needed for
+    it: rounding keeps what is largest. ``read_NO`` leaves columns out. One after the other each
+    would be two kernels of one number.
     """
     size_NIO = jnp.abs(bank_NIO)
     if read_NO is not None:
@@ -96,12 +107,15 @@ def scales_of(
 
 
 def as_scale(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return ``scale`` in ``dtype``, the compute dtype, and above 0. Rounded, because the factor that undoes it is."""
+    """Return ``scale`` in ``dtype``, the compute dtype, and above 0. Rounded, because the factor
+    that undoes it is."""
     return jnp.maximum(scale, max(1e-12, float(jnp.finfo(dtype).tiny))).astype(dtype)
 
 
 @jax.custom_vjp
-def _forward_matmul(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
+def _forward_matmul(
+    x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array
+) -> jax.Array:
     return _forward_only(x_ND, w_VD, x_scale, w_scale)[0]
 
 
@@ -111,7 +125,10 @@ def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale:
 
 def _rounded_dot(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
     """Return ``x @ w_VD.T`` of the operands in e4m3, and both operands so."""
-    q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
+    q_ND, q_VD = (
+        quantise(a, scale.astype(jnp.float32), E4M3)
+        for a, scale in ((x_ND, x_scale), (w_VD, w_scale))
+    )
     return dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), q_ND, q_VD
 
 
@@ -135,16 +152,18 @@ def measured_matmul(
     *,
     own_kernels: bool = False,
 ) -> jax.Array:
-    """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2, times the operands
-    that the forward pass rounded to e4m3.
+    """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2,
+    times the operands that the forward pass rounded to e4m3.
 
-    The gradient has a delayed scale: it is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
-    parameter; its own gradient is ``share`` x the amax of this step's rounded gradient, as :func:`watch` has it. While
-    it is 0, before the first step, the scale is 1. ``w_scale``: that of ``w_VD``, where :func:`scales_of` gave it.
+    The gradient has a delayed scale: it is divided by GRADIENT_MARGIN x ``largest`` / 57,344.
+    ``largest`` is a scalar parameter; its own gradient is ``share`` x the amax of this step's
+    rounded gradient, as :func:`watch` has it. While it is 0, before the first step, the scale is 1.
+    ``w_scale``: that of ``w_VD``, where :func:`scales_of` gave it.
 
-    With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`, on Hopper in bf16
-    where rows and V are multiples of 128: the same numbers, without a pass for the amax. ``x`` is left to XLA, which
-    rounds it where it is computed, row-major and transposed: a kernel would need it in bf16 in memory first.
+    With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`,
+    on Hopper in bf16 where rows and V are multiples of 128: the same numbers, without a pass for
+    the amax. ``x`` is left to XLA, which rounds it where it is computed, row-major and transposed:
+    a kernel would need it in bf16 in memory first.
     """
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype) if w_scale is None else w_scale
@@ -180,8 +199,13 @@ def _measured_backward(own_kernels, saved, g_NV):
         over = (0, 0)
     dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
     dw_VD = dot(by_v, q_ND, over, (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
-    # Amax of the rounded gradient: a margin of 16 absorbs the rounding, and the unrounded one is never in memory.
-    amax = jnp.max(amax if own_kernels else jnp.abs(q_NV.astype(jnp.float32))) * scale.astype(jnp.float32) * share
+    # Amax of the rounded gradient: a margin of 16 absorbs the rounding, and the unrounded one is
+    # never in memory.
+    amax = (
+        jnp.max(amax if own_kernels else jnp.abs(q_NV.astype(jnp.float32)))
+        * scale.astype(jnp.float32)
+        * share
+    )
     return dx_ND, dw_VD, amax.astype(largest.dtype), None, None, None
 
 
@@ -189,8 +213,8 @@ _measured_matmul.defvjp(_measured_forward, _measured_backward)
 
 
 def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the delayed scale of a gradient in e5m2, from ``largest``, its amax (largest |gradient|) in the step
-    before: a scalar of ``dtype``, 1 while ``largest`` is 0."""
+    """Return the delayed scale of a gradient in e5m2, from ``largest``, its amax (largest
+    |gradient|) in the step before: a scalar of ``dtype``, 1 while ``largest`` is 0."""
     scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / E5M2_MAX, 1.0)
     return as_scale(scale, dtype)
 
@@ -200,14 +224,17 @@ def watch(x: jax.Array, largest: jax.Array, share: float) -> jax.Array:
     """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x amax(``x``).
 
     Implements delayed scaling: an optimizer that sets the parameter ``largest`` to its gradient
-    (:func:`jspeed.optim.slow.measured`) keeps this step's amax for the next one; with shares that add up to 1, the mean
-    over micro-batches and devices.
+    (:func:`jspeed.optim.slow.measured`) keeps this step's amax for the next one; with shares that
+    add up to 1, the mean over micro-batches and devices.
     """
     return x
 
 
 watch.defvjp(
-    lambda x, largest, share: (x, (jnp.max(jnp.abs(x)).astype(jnp.float32), largest[..., None][:0], share)),
+    lambda x, largest, share: (
+        x,
+        (jnp.max(jnp.abs(x)).astype(jnp.float32), largest[..., None][:0], share),
+    ),
     lambda saved, g: (g, (saved[0] * saved[2]).astype(saved[1].dtype), None),
 )
 
@@ -222,7 +249,9 @@ def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
         q_ND, q_VD, factors = x_ND, w_VD.astype(x_ND.dtype), None
     else:
         factors = _as_multiplied(scales.x, x_ND.dtype), _as_multiplied(scales.w, x_ND.dtype)
-        q_ND, q_VD = (quantise(a, scale, E4M3) for a, scale in zip((x_ND, w_VD), factors, strict=True))
+        q_ND, q_VD = (
+            quantise(a, scale, E4M3) for a, scale in zip((x_ND, w_VD), factors, strict=True)
+        )
     y_NV = dot(q_ND, q_VD, (1, 1), factors, x_ND.dtype, Precision.DEFAULT)
     # The operands are kept as they were multiplied; the originals are saved for their dtypes only.
     return y_NV, (q_ND, q_VD, x_ND[:0], w_VD[:0])
@@ -234,7 +263,12 @@ def _backward(scales: Scales | None, saved: tuple[jax.Array, ...], g_NV: jax.Arr
         q_NV, with_w, with_x, precision = g_NV, None, None, Precision.DEFAULT
     else:
         x, w, grad = (_as_multiplied(scale, x_0D.dtype) for scale in scales)
-        q_NV, with_w, with_x, precision = quantise(g_NV, grad, E5M2), (grad, w), (grad, x), Precision.HIGHEST
+        q_NV, with_w, with_x, precision = (
+            quantise(g_NV, grad, E5M2),
+            (grad, w),
+            (grad, x),
+            Precision.HIGHEST,
+        )
     dx_ND = dot(q_NV, q_VD, (1, 0), with_w, x_0D.dtype, precision)
     dw_VD = dot(q_NV, q_ND, (0, 0), with_x, w_0D.dtype, precision)
     return dx_ND, dw_VD
@@ -256,14 +290,19 @@ def dot(
     dtype: DTypeLike,
     precision: Precision,
 ) -> jax.Array:
-    """Multiply matrices ``a`` and ``b`` (2-d), contracting axis ``contract[0]`` of ``a`` with ``contract[1]`` of ``b``.
+    """Multiply matrices ``a`` and ``b`` (2-d), contracting axis ``contract[0]`` of ``a`` with
+    ``contract[1]`` of ``b``.
 
-    Each is first multiplied by its factor; the result is of ``dtype``. For FP8 operands ``precision`` DEFAULT means
-    fast accumulation, HIGHEST fp32.
+    Each is first multiplied by its factor; the result is of ``dtype``. For FP8 operands
+    ``precision`` DEFAULT means fast accumulation, HIGHEST fp32.
     """
     over = (contract[:1], contract[1:]), ((), ())
     if factors:
-        # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the matmul it would be one
-        # number rounded to the result's dtype, or y be read and written once more.
-        a, b = (x.astype(dtype) * jnp.asarray(factor, dtype) for x, factor in zip((a, b), factors, strict=True))
+        # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the
+        # matmul it would be one number rounded to the result's dtype, or y be read and written once
+        # more.
+        a, b = (
+            x.astype(dtype) * jnp.asarray(factor, dtype)
+            for x, factor in zip((a, b), factors, strict=True)
+        )
     return jax.lax.dot_general(a, b, over, precision=precision, preferred_element_type=dtype)

@@ -1,4 +1,5 @@
-"""Interactions between attention heads: paired heads, exclusive self-attention (XSA), composed heads (DCMHA)."""
+"""Interactions between attention heads: paired heads, exclusive self-attention (XSA), composed
+heads (DCMHA)."""
 
 from typing import Any
 
@@ -13,8 +14,8 @@ from jspeed.model.layers import in_blocks, with_block_before
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
     """Interleave heads h and h + H/2 along the sequence: ``[B, T, H, K]`` to ``[B, 2T, H/2, K]``.
 
-    A query then attends to the keys of both heads; at its own position the first head sees only its own key, the second
-    both (modded-nanogpt, record 58). Reshape the result back to separate them.
+    A query then attends to the keys of both heads; at its own position the first head sees only its
+    own key, the second both (modded-nanogpt, record 58). Reshape the result back to separate them.
     """
     rows, length, heads, width = x_BTHK.shape
     return x_BTHK.reshape(rows, 2 * length, heads // 2, width)
@@ -23,14 +24,15 @@ def pair_heads(x_BTHK: jax.Array) -> jax.Array:
 def attention_in_pairs(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, *, documents: Documents, **rest: Any
 ) -> jax.Array:
-    """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w reaches back w / 2
-    tokens."""
+    """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w
+    reaches back w / 2 tokens."""
     paired = map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
     return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
 
 
 def pair_positions(length: int) -> jax.Array:
-    """Positions by which the heads of a pair rotate: fp32 ``[T, 2]``, 2t for even heads and 2t + 1 for odd ones."""
+    """Positions by which the heads of a pair rotate: fp32 ``[T, 2]``, 2t for even heads and 2t + 1
+    for odd ones."""
     return 2.0 * jnp.arange(length)[:, None] + jnp.arange(2)[None, :]
 
 
@@ -51,19 +53,23 @@ def without_own_value(
     gate_BTH: jax.Array | None = None,
     own_kernels: bool = False,
 ) -> jax.Array:
-    """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own value (XSA, record 82).
+    """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own
+    value (XSA, record 82).
 
-    ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of one dtype.
+    ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of
+    one dtype.
 
     With ``own_kernels`` that is one kernel, and so is its gradient: equal up to rounding
-    (:mod:`jspeed.model.kernels.own_value`). Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput
-    for what its kernels do not support.
+    (:mod:`jspeed.model.kernels.own_value`). Inside ``jax.shard_map`` it needs ``check_vma=False``.
+    It raises BadInput for what its kernels do not support.
     """
     if own_kernels:
         from jspeed.model.kernels import own_value  # slow to import, and most runs do without
 
         return own_value.subtract_own_value(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
-    along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8)
+    along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(
+        jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8
+    )
     out_BTHK = y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
     return out_BTHK if gate_BTH is None else out_BTHK * gate_BTH[..., None]
 
@@ -80,14 +86,17 @@ def composed(
     window: int,
     own_kernels: bool = False,
 ) -> jax.Array:
-    """Attend once more within ``window`` tokens, with probabilities that each token mixes over heads.
+    """Attend once more within ``window`` tokens, with probabilities that each token mixes over
+    heads.
 
-    Every head's softmax over the last ``window`` tokens of the document is weighted by ``take_BTH``, scaled to a root
-    mean square of 1 over heads. The sum over heads weighs every head's values, and head h gets ``give_h`` times the
-    result: ``[B, T, H, K]``, to be added to the output of attention (Xiao et al. 2024, DCMHA; record 85).
+    Every head's softmax over the last ``window`` tokens of the document is weighted by
+    ``take_BTH``, scaled to a root mean square of 1 over heads. The sum over heads weighs every
+    head's values, and head h gets ``give_h`` times the result: ``[B, T, H, K]``, to be added to the
+    output of attention (Xiao et al. 2024, DCMHA; record 85).
 
-    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.composed_heads`): equal up to rounding,
-    on Hopper in bf16 only, with windows of at most 129 tokens. An active KV cache does without them.
+    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.composed_heads`):
+    equal up to rounding, on Hopper in bf16 only, with windows of at most 129 tokens. An active KV
+    cache does without them.
     """
     rows, length, heads, width = q_BTHK.shape
     take_BTH = take_BTH.astype(jnp.float32)
@@ -96,25 +105,35 @@ def composed(
     if cache := active_cache():
         k_BSHK, v_BSHK = cache.append(k_BTHK), cache.append(v_BTHK)
         seen_BTS = cached_mask(cache, length, k_BSHK.shape[1], documents, window)
-        q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))  # one block
+        # one block
+        q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))
         return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1
     if own_kernels:
-        from jspeed.model.kernels.composed_heads import compose  # slow to import, and most runs do without
+        # slow to import, and most runs do without
+        from jspeed.model.kernels.composed_heads import compose
 
         of_tokens = take_BTH, give_BTH.astype(v_BTHK.dtype), documents.ids
         return compose(q_BTHK, k_BTHK, v_BTHK, *of_tokens, scale=scale, window=window)
-    size = min(max(128, window), length)  # of a block of queries, which sees itself and the block before
+    # of a block of queries, which sees itself and the block before
+    size = min(max(128, window), length)
     ids_BNS = in_blocks(documents.ids, size, fill=-2)
     query, key = jnp.arange(size)[:, None] + size, jnp.arange(2 * size)[None]
     seen = (key <= query) & (query - key < window)
-    seen = seen[None, None] & (ids_BNS[..., None] == with_block_before(ids_BNS, fill=-1)[..., None, :])
-    q_BNSHK, k_BNSHK, v_BNSHK, take_BNSH = (in_blocks(x, size) for x in (q_BTHK, k_BTHK, v_BTHK, take_BTH))
-    y = _mixed(q_BNSHK, with_block_before(k_BNSHK), with_block_before(v_BNSHK), take_BNSH, seen, scale)
+    seen = seen[None, None] & (
+        ids_BNS[..., None] == with_block_before(ids_BNS, fill=-1)[..., None, :]
+    )
+    q_BNSHK, k_BNSHK, v_BNSHK, take_BNSH = (
+        in_blocks(x, size) for x in (q_BTHK, k_BTHK, v_BTHK, take_BTH)
+    )
+    y = _mixed(
+        q_BNSHK, with_block_before(k_BNSHK), with_block_before(v_BNSHK), take_BNSH, seen, scale
+    )
     return y.reshape(rows, -1, heads, width)[:, :length] * give_BTH1
 
 
 def _mixed(q_BNIHK, k_BNJHK, v_BNJHK, take_BNIH, seen_BNIJ, scale: float) -> jax.Array:
-    """Softmax of every head over what ``seen_BNIJ`` allows, summed with ``take_BNIH``, of the values of each head."""
+    """Softmax of every head over what ``seen_BNIJ`` allows, summed with ``take_BNIH``, of the
+    values of each head."""
     scores = _scores(q_BNIHK, k_BNJHK)
     p = jax.nn.softmax(jnp.where(seen_BNIJ[:, :, None], scale * scores, -jnp.inf), axis=-1)
     mixed = jnp.sum(p * jnp.moveaxis(take_BNIH, 3, 2)[..., None], axis=2).astype(v_BNJHK.dtype)
@@ -125,8 +144,8 @@ def _mixed(q_BNIHK, k_BNJHK, v_BNJHK, take_BNIH, seen_BNIJ, scale: float) -> jax
 def _scores(q_BNIHK: jax.Array, k_BNJHK: jax.Array) -> jax.Array:
     """Dot products of queries and keys, fp32 ``[B, N, H, I, J]``.
 
-    The matmuls of their gradient are in the dtype of the operands, as in attention kernels: JAX's own would be in fp32,
-    and twice the bytes.
+    The matmuls of their gradient are in the dtype of the operands, as in attention kernels: JAX's
+    own would be in fp32, and twice the bytes.
     """
     return jnp.einsum("bnihk,bnjhk->bnhij", q_BNIHK, k_BNJHK, preferred_element_type=jnp.float32)
 
@@ -134,7 +153,9 @@ def _scores(q_BNIHK: jax.Array, k_BNJHK: jax.Array) -> jax.Array:
 def _scores_backward(saved: tuple[jax.Array, jax.Array], g_BNHIJ: jax.Array):
     q_BNIHK, k_BNJHK = saved
     g_BNHIJ = g_BNHIJ.astype(q_BNIHK.dtype)
-    return jnp.einsum("bnhij,bnjhk->bnihk", g_BNHIJ, k_BNJHK), jnp.einsum("bnhij,bnihk->bnjhk", g_BNHIJ, q_BNIHK)
+    return jnp.einsum("bnhij,bnjhk->bnihk", g_BNHIJ, k_BNJHK), jnp.einsum(
+        "bnhij,bnihk->bnjhk", g_BNHIJ, q_BNIHK
+    )
 
 
 _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)

@@ -1,9 +1,9 @@
 """KV cache for generation (prefill and decode): each token runs through the model once.
 
-Recipes need no code for it. While a cache is active, the primitives of ``jspeed.model`` that look across positions
-(attention, alone, in pairs and composed; rotary, rotate, positions, position_ids, token_before, shift_right,
-find_documents) treat their tokens as the next ones of each row, and append them. A recipe that looks across positions
-in another way cannot decode token by token.
+Recipes need no code for it. While a cache is active, the primitives of ``jspeed.model`` that look
+across positions (attention, alone, in pairs and composed; rotary, rotate, positions, position_ids,
+token_before, shift_right, find_documents) treat their tokens as the next ones of each row, and
+append them. A recipe that looks across positions in another way cannot decode token by token.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 class Cache(NamedTuple):
     """Per row: token ids, document ids, and the arrays that primitives cache; capacity S tokens.
 
-    ``tokens_BS`` and ``documents_BS`` are int32; ``kept`` holds an array ``[B, S, ...]`` for each call of
-    :meth:`CacheStep.append`, in order: keys and values of attention, arrays to be shifted by a token.
+    ``tokens_BS`` and ``documents_BS`` are int32; ``kept`` holds an array ``[B, S, ...]`` for each
+    call of :meth:`CacheStep.append`, in order: keys and values of attention, arrays to be shifted
+    by a token.
     """
 
     tokens_BS: jax.Array
@@ -28,17 +29,28 @@ class Cache(NamedTuple):
 
 
 class CacheStep:
-    """A cache while ``tokens`` tokens per row are traced through a model: it reads and replaces arrays in the order in
-    which primitives are called.
+    """A cache while ``tokens`` tokens per row are traced through a model: it reads and replaces
+    arrays in the order in which primitives are called.
 
-    Where a primitive has several positions per token (paired heads), its arrays, cached ones included, are a multiple
-    of ``tokens`` long. With ``shapes`` nothing is stored: the list collects the shapes that would be.
+    Where a primitive has several positions per token (paired heads), its arrays, cached ones
+    included, are a multiple of ``tokens`` long. With ``shapes`` nothing is stored: the list
+    collects the shapes that would be.
     """
 
     def __init__(
-        self, cache: Cache, start_B: jax.Array, tokens: int, shapes: list[jax.ShapeDtypeStruct] | None = None
+        self,
+        cache: Cache,
+        start_B: jax.Array,
+        tokens: int,
+        shapes: list[jax.ShapeDtypeStruct] | None = None,
     ) -> None:
-        self.cache, self.start_B, self.tokens, self.calls, self.shapes = cache, start_B, tokens, 0, shapes
+        self.cache, self.start_B, self.tokens, self.calls, self.shapes = (
+            cache,
+            start_B,
+            tokens,
+            0,
+            shapes,
+        )
 
     def start_of(self, length: int) -> jax.Array:
         """Start of the next ``length`` entries of each row: int32 ``[B]``."""
@@ -94,9 +106,13 @@ def empty(forward: Callable[[jax.Array], jax.Array], rows: int, size: int) -> Ca
 
 
 def advance(
-    forward: Callable[[jax.Array], jax.Array], cache: Cache, start_B: jax.Array, tokens_BT: jax.Array
+    forward: Callable[[jax.Array], jax.Array],
+    cache: Cache,
+    start_B: jax.Array,
+    tokens_BT: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """Return the cache with ``tokens_BT`` (int32) at ``start_B`` (int32 ``[B]``) of each row, and ``forward`` of them.
+    """Return the cache with ``tokens_BT`` (int32) at ``start_B`` (int32 ``[B]``) of each row, and
+    ``forward`` of them.
 
     All ``start_B`` + T must be at most S. Entries after a row's last token are ignored.
     """
@@ -108,6 +124,6 @@ def advance(
 
 def write_rows(x_BS: jax.Array, new_BT: jax.Array, start_B: jax.Array) -> jax.Array:
     """Write ``new_BT`` into ``x_BS``, each row from its ``start_B`` on."""
-    return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice_in_dim(row, new, start, 0))(
-        x_BS, new_BT.astype(x_BS.dtype), start_B
-    )
+    return jax.vmap(
+        lambda row, new, start: jax.lax.dynamic_update_slice_in_dim(row, new, start, 0)
+    )(x_BS, new_BT.astype(x_BS.dtype), start_B)

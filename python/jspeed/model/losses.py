@@ -1,4 +1,5 @@
-"""Cross-entropy through any head, without saving a [tokens, vocabulary] array for the backward pass."""
+"""Cross-entropy through any head, without saving a [tokens, vocabulary] array for the backward
+pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ from jspeed.model.layers import key_of
 Head = Callable[[Any, jax.Array], jax.Array]
 
 UNLIKELY = 83.0
-"""How far, in nats, an impossible id is below the highest logit: record 91's -60 under its cap of 23."""
+"""How far, in nats, an impossible id is below the highest logit: record 91's -60 under its cap of
+23."""
 
 
 @dataclass(frozen=True)
 class Softcap:
     """A smooth elementwise ``function`` of fp32 logits whose values stay below ``bound``.
 
-    Because the bound is known, log-sum-exp needs no pass for the maximum. Values must stay above ``bound - 80``,
-    or ``exp`` underflows in fp32.
+    Because the bound is known, log-sum-exp needs no pass for the maximum. Values must stay above
+    ``bound - 80``, or ``exp`` underflows in fp32.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -32,19 +34,21 @@ class Softcap:
 def sigmoid_cap(cap: float) -> Softcap:
     """``2 cap sigmoid(2 logits / cap)``, within (0, 2 ``cap``); ``cap`` at most 40.
 
-    It is ``cap tanh(logits / cap)`` (Gemma 2) shifted by ``cap``, which leaves the softmax unchanged: the form of
-    speedrun record 19.
+    It is ``cap tanh(logits / cap)`` (Gemma 2) shifted by ``cap``, which leaves the softmax
+    unchanged: the form of speedrun record 19.
     """
     return Softcap(lambda logits: 2 * cap * jax.nn.sigmoid(logits * (2 / cap)), 2 * cap)
 
 
 def root_cap(cap: float) -> Softcap:
-    """``cap logits / sqrt(logits^2 + cap^2)``, within +-``cap``; ``cap`` at most 40. The speedrun's track 3."""
+    """``cap logits / sqrt(logits^2 + cap^2)``, within +-``cap``; ``cap`` at most 40. The speedrun's
+    track 3."""
     return Softcap(lambda logits: cap * logits * jax.lax.rsqrt(jnp.square(logits) + cap**2), cap)
 
 
 def asymmetric_cap(bound: float, shift: float, width: float) -> Softcap:
-    """``bound sigmoid((logits + shift) / width)``, within (0, ``bound``); ``bound`` at most 80. Speedrun record 54."""
+    """``bound sigmoid((logits + shift) / width)``, within (0, ``bound``); ``bound`` at most 80.
+    Speedrun record 54."""
     return Softcap(lambda logits: bound * jax.nn.sigmoid((logits + shift) / width), bound)
 
 
@@ -55,19 +59,24 @@ def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
 
 
 class Copies(NamedTuple):
-    """What a token may be copied from (:mod:`jspeed.model.pointer`), fp32 ``[B, T]``: the share of attention on tokens
-    that are the first target, and on none. ``id`` is the one that stands for copying."""
+    """What a token may be copied from (:mod:`jspeed.model.pointer`), fp32 ``[B, T]``: the share of
+    attention on tokens that are the first target, and on none. ``id`` is the one that stands for
+    copying."""
 
     target_BT: jax.Array
     none_BT: jax.Array
     id: jax.Array | int
 
 
-def mixed_loss(loss_BT: jax.Array, copy_loss_BT: jax.Array, target_BT: jax.Array, none_BT: jax.Array) -> jax.Array:
-    """Return the loss of a target that is written or copied, from its loss and that of the id that stands for copying.
+def mixed_loss(
+    loss_BT: jax.Array, copy_loss_BT: jax.Array, target_BT: jax.Array, none_BT: jax.Array
+) -> jax.Array:
+    """Return the loss of a target that is written or copied, from its loss and that of the id that
+    stands for copying.
 
-    That id has a share s of the softmax, the other ids share the rest. Of s, what attends to nothing is written too:
-    p = p_written (1 - s (1 - none)) + s copied (PR 379 of modded-nanogpt, after Merity et al. 2016).
+    That id has a share s of the softmax, the other ids share the rest. Of s, what attends to
+    nothing is written too: p = p_written (1 - s (1 - none)) + s copied (PR 379 of modded-nanogpt,
+    after Merity et al. 2016).
     """
     share_BT, others_BT = jnp.exp(-copy_loss_BT), -jnp.expm1(-copy_loss_BT)
     written_BT = jnp.exp(-loss_BT) * (1 - share_BT * (1 - none_BT)) / others_BT
@@ -88,61 +97,73 @@ def cross_entropy(
     kept_at: float | None = None,
     table_from: tuple[int, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a gradient).
+    """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
+    gradient).
 
-    ``head(head_params, x)`` gives raw logits ``[B, t, V]`` of any ``t`` tokens a row; it is differentiated with
-    respect to both arguments, so arrays that need a gradient must not be closed over. ``targets_BT`` are integer
-    ids below V; ``weights_BT`` are constants. Logits exist for ``chunk`` tokens of each row at a time, or for all.
+    ``head(head_params, x)`` gives raw logits ``[B, t, V]`` of any ``t`` tokens a row; it is
+    differentiated with respect to both arguments, so arrays that need a gradient must not be closed
+    over. ``targets_BT`` are integer ids below V; ``weights_BT`` are constants. Logits exist for
+    ``chunk`` tokens of each row at a time, or for all.
 
-    A token may have several targets, each with its weight: ``[N, B, T]`` both. All weigh into the sum; the loss is
-    that of the first.
+    A token may have several targets, each with its weight: ``[N, B, T]`` both. All weigh into the
+    sum; the loss is that of the first.
 
-    Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in the forward
-    pass, while a chunk's logits exist, and the backward pass only scales them: no matmul of the head is
-    repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
+    Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in
+    the forward pass, while a chunk's logits exist, and the backward pass only scales them: no
+    matmul of the head is repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
 
-    The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by the largest,
-    which the backward pass multiplies in. With equal weights, however small, a logit's gradient is a probability
-    or less, as FP8 scales fixed in advance need it.
+    The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by
+    the largest, which the backward pass multiplies in. With equal weights, however small, a logit's
+    gradient is a probability or less, as FP8 scales fixed in advance need it.
 
-    With ``copies`` the loss of the first target is :func:`mixed_loss`, which has a gradient with respect to them.
+    With ``copies`` the loss of the first target is :func:`mixed_loss`, which has a gradient with
+    respect to them.
 
-    ``after``: (the token before each target ``[B, T]``, ``Context.impossible``), in an evaluation. Where there are bits
-    of what cannot follow, the softmax is over the other ids, and the logit of an id that can not is ``UNLIKELY`` below
-    the highest, which no target of canonical tokens meets.
+    ``after``: (the token before each target ``[B, T]``, ``Context.impossible``), in an evaluation.
+    Where there are bits of what cannot follow, the softmax is over the other ids, and the logit of
+    an id that can not is ``UNLIKELY`` below the highest, which no target of canonical tokens meets.
 
-    ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1, and so rounded they
-    make loss and gradient: half of the bytes of bf16, which an FP8 matmul of cuBLASLt writes itself.
+    ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1,
+    and so rounded they make loss and gradient: half of the bytes of bf16, which an FP8 matmul of
+    cuBLASLt writes itself.
 
-    ``table_from`` (n, r): ``head_params`` is the table ``[V, D]`` of a head ``x @ table.T``. Of its gradient, what
-    probabilities add is that of tokens r, r + n, ... alone, times n; what targets subtract is that of all tokens, and
-    so is the gradient of ``x``. Where r is drawn uniformly from 0 to n - 1 this has no bias (PR 371 of modded-nanogpt).
-    n must divide the tokens of a row, and ``chunk`` if it is given.
+    ``table_from`` (n, r): ``head_params`` is the table ``[V, D]`` of a head ``x @ table.T``. Of its
+    gradient, what probabilities add is that of tokens r, r + n, ... alone, times n; what targets
+    subtract is that of all tokens, and so is the gradient of ``x``. Where r is drawn uniformly from
+    0 to n - 1 this has no bias (PR 371 of modded-nanogpt). n must divide the tokens of a row, and
+    ``chunk`` if it is given.
     """
     targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
     copied: tuple[jax.Array, ...] = ()
     if copies is not None:
         copied = copies.target_BT, copies.none_BT
-        targets_BTN = jnp.concatenate([targets_BTN, jnp.full_like(targets_BTN[..., :1], copies.id)], axis=-1)
+        targets_BTN = jnp.concatenate(
+            [targets_BTN, jnp.full_like(targets_BTN[..., :1], copies.id)], axis=-1
+        )
         weights_BTN = jnp.concatenate([weights_BTN, jnp.zeros_like(weights_BTN[..., :1])], axis=-1)
     if after and after[1] is not None:
-        return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, *after)
+        return _evaluated(
+            head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, *after
+        )
     one_in, first = table_from or (1, jnp.int32(0))
     how = head, cap, chunk, kept_at, one_in
     return _cross_entropy(*how, head_params, x_BTD, copied, targets_BTN, weights_BTN, first)
 
 
 def one_token_in(count: int, step: jax.Array | int) -> tuple[int, jax.Array] | None:
-    """Return what :func:`cross_entropy` takes as ``table_from``, drawn by ``step``; None for a ``count`` of 1."""
+    """Return what :func:`cross_entropy` takes as ``table_from``, drawn by ``step``; None for a
+    ``count`` of 1."""
     key = jax.random.fold_in(key_of(0), step)
     return (count, jax.random.randint(key, (), 0, count)) if count > 1 else None
 
 
-def look_ahead(targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def look_ahead(
+    targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the next N tokens of every position as its targets, ``[N, B, T]``, and their weights.
 
-    The n-th weighs ``weights_BT`` x ``shares_N[n]``, or nothing where the row ends before it: multi-token prediction
-    with one head (modded-nanogpt, record 53).
+    The n-th weighs ``weights_BT`` x ``shares_N[n]``, or nothing where the row ends before it:
+    multi-token prediction with one head (modded-nanogpt, record 53).
     """
     late, length = range(len(shares_N)), targets_BT.shape[1]
     targets_NBT = jnp.stack([jnp.pad(targets_BT[:, n:], ((0, 0), (0, n))) for n in late])
@@ -155,7 +176,8 @@ def with_prefix(
 ) -> tuple[jax.Array, jax.Array]:
     """Add a target: the prefix of the first one, if it has one, at ``share`` of its weight.
 
-    ``prefixes_V`` as :func:`jspeed.model.prefixes.gpt2_prefixes` returns it (modded-nanogpt, record 88).
+    ``prefixes_V`` as :func:`jspeed.model.prefixes.gpt2_prefixes` returns it (modded-nanogpt, record
+    88).
     """
     prefix_BT = prefixes_V[targets_NBT[0]]
     targets = jnp.maximum(prefix_BT, 0)[None]
@@ -164,12 +186,23 @@ def with_prefix(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _cross_entropy(head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first):
+def _cross_entropy(
+    head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first
+):
     return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
 def _evaluated(
-    head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, tokens_BT=None, impossible_VW=None
+    head,
+    cap,
+    chunk,
+    head_params,
+    x_BTD,
+    copied,
+    targets_BTN,
+    weights_BTN,
+    tokens_BT=None,
+    impossible_VW=None,
 ):
     def of_chunk(_, x_BtD, targets_BtN, tokens_Bt, *copied_Bt):
         impossible_BtW = None if impossible_VW is None else impossible_VW[tokens_Bt]
@@ -181,14 +214,18 @@ def _evaluated(
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first):
+def _forward(
+    head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first
+):
     largest, share_BTN = shares(weights_BTN)
 
     def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copied_Bt):
         logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
         dtype = logits_BtV.dtype
         kept_BtV = logits_BtV if kept_at is None else as_e4m3(logits_BtV, kept_at)
-        logits_BtV, again_BtV = (scaled_to(x, dtype, kept_at) for x in (kept_BtV, keep_low_precision(kept_BtV)))
+        logits_BtV, again_BtV = (
+            scaled_to(x, dtype, kept_at) for x in (kept_BtV, keep_low_precision(kept_BtV))
+        )
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
         loss_BtN, pull_mix = _mix(loss_BtN, copied_Bt)
         share_BtN, dcopied = pull_mix(share_BtN)
@@ -217,9 +254,21 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _table_gradient(
-    head, cap, one_in, first, table_VD, copied, x_BtD, logits_BtV, targets_BtN, share_BtN, scale_Bt, shift_Bt
+    head,
+    cap,
+    one_in,
+    first,
+    table_VD,
+    copied,
+    x_BtD,
+    logits_BtV,
+    targets_BtN,
+    share_BtN,
+    scale_Bt,
+    shift_Bt,
 ):
-    """Return the gradient of the table as ``table_from`` says. ``copied``: the last target is the same of all."""
+    """Return the gradient of the table as ``table_from`` says. ``copied``: the last target is the
+    same of all."""
 
     def few(a_Bt: jax.Array) -> jax.Array:
         a_BtR = a_Bt.reshape(a_Bt.shape[0], -1, one_in, *a_Bt.shape[2:])
@@ -229,19 +278,23 @@ def _table_gradient(
     (sum_VD,) = pull(dlogits(few(logits_BtV), None, few(scale_Bt), few(shift_Bt), cap))
     sum_VD = one_in * sum_VD.astype(jnp.float32)
     target_BtN = jnp.take_along_axis(logits_BtV, targets_BtN, axis=-1).astype(jnp.float32)
-    less_BtN = dlogits(target_BtN, share_BtN, jnp.zeros_like(scale_Bt), jnp.zeros_like(shift_Bt), cap)
+    less_BtN = dlogits(
+        target_BtN, share_BtN, jnp.zeros_like(scale_Bt), jnp.zeros_like(shift_Bt), cap
+    )
     x_BtD = x_BtD.astype(jnp.float32)
     for n in range(targets_BtN.shape[-1]):
         if copied and n == targets_BtN.shape[-1] - 1:
-            sum_VD = sum_VD.at[targets_BtN[0, 0, n]].add(jnp.einsum("bt,btd->d", less_BtN[..., n], x_BtD))
+            sum_VD = sum_VD.at[targets_BtN[0, 0, n]].add(
+                jnp.einsum("bt,btd->d", less_BtN[..., n], x_BtD)
+            )
         else:
             sum_VD = sum_VD.at[targets_BtN[..., n]].add(less_BtN[..., n, None] * x_BtD)
     return sum_VD
 
 
 def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):
-    """Return the losses, the first one mixed with those ``copied``, and how shares of them become shares of those given
-    and gradients of ``copied``."""
+    """Return the losses, the first one mixed with those ``copied``, and how shares of them become
+    shares of those given and gradients of ``copied``."""
     if not copied:
         return loss_BTN, lambda share_BTN: (share_BTN, ())
     mixed_BT, pull = jax.vjp(mixed_loss, loss_BTN[..., 0], loss_BTN[..., -1], *copied)
@@ -253,9 +306,16 @@ def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):
     return loss_BTN.at[..., 0].set(mixed_BT), pull_mix
 
 
-def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None, impossible_BTW: jax.Array | None = None):
+def _loss(
+    logits_BTV: jax.Array,
+    targets_BTN: jax.Array,
+    cap: Softcap | None,
+    impossible_BTW: jax.Array | None = None,
+):
     """Return (loss of each target, shift, sum); log-sum-exp is shift + log(sum)."""
-    counts_BTV = None if impossible_BTW is None else 1.0 - ruled_out(impossible_BTW, logits_BTV.shape[-1])
+    counts_BTV = (
+        None if impossible_BTW is None else 1.0 - ruled_out(impossible_BTW, logits_BTV.shape[-1])
+    )
     shift_BT, sum_BT = partition_sum(cap, (logits_BTV, counts_BTV))
     target_BTN = jnp.take_along_axis(logits_BTV, targets_BTN, axis=-1)
     loss_BTN = loss_of(target_BTN, shift_BT, sum_BT, cap)
@@ -267,8 +327,11 @@ def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None, im
 
 
 def ruled_out(impossible_BTW: jax.Array, size: int) -> jax.Array:
-    """Return the bits of rows of ``Context.impossible``: fp32 ``[B, T, size]``, 1 for an id that cannot follow."""
-    return jnp.unpackbits(impossible_BTW, axis=-1, count=size, bitorder="little").astype(jnp.float32)
+    """Return the bits of rows of ``Context.impossible``: fp32 ``[B, T, size]``, 1 for an id that
+    cannot follow."""
+    return jnp.unpackbits(impossible_BTW, axis=-1, count=size, bitorder="little").astype(
+        jnp.float32
+    )
 
 
 def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -280,12 +343,15 @@ def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) 
     return hits_BTV
 
 
-# Parts that the cross-entropy over the whole vocabulary and the one over a sample of it (model/sampled.py) share.
+# Parts that the cross-entropy over the whole vocabulary and the one over a sample of it
+# (model/sampled.py) share.
 
 
 def targets_last(targets_BT: jax.Array, weights_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return targets and weights as ``[B, T, N]``, from ``[B, T]`` or ``[N, B, T]``."""
-    targets_BTN, weights_BTN = (jnp.moveaxis(a[None] if a.ndim == 2 else a, 0, 2) for a in (targets_BT, weights_BT))
+    targets_BTN, weights_BTN = (
+        jnp.moveaxis(a[None] if a.ndim == 2 else a, 0, 2) for a in (targets_BT, weights_BT)
+    )
     return targets_BTN, weights_BTN
 
 
@@ -295,10 +361,13 @@ def shares(weights_BTN: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, weights_BTN / jnp.where(largest > 0, largest, 1)
 
 
-def partition_sum(cap: Softcap | None, *parts: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+def partition_sum(
+    cap: Softcap | None, *parts: tuple[jax.Array, jax.Array | None]
+) -> tuple[jax.Array, jax.Array]:
     """Return (shift, sum), fp32 ``[B, T]``: the partition function is exp(shift) x sum.
 
-    A part is raw logits ``[B, T, n]`` and how often each counts, fp32 ``[B, T, n]``, or None where all count once.
+    A part is raw logits ``[B, T, n]`` and how often each counts, fp32 ``[B, T, n]``, or None where
+    all count once.
     """
     z_parts = [(softcap(logits_BTn, cap), counts_BTn) for logits_BTn, counts_BTn in parts]
     if cap:
@@ -306,11 +375,16 @@ def partition_sum(cap: Softcap | None, *parts: tuple[jax.Array, jax.Array | None
     else:
         shift_BT = reduce(jnp.maximum, [jnp.max(z_BTn, axis=-1) for z_BTn, _ in z_parts])
     terms = [(jnp.exp(z_BTn - shift_BT[..., None]), counts_BTn) for z_BTn, counts_BTn in z_parts]
-    sums = [jnp.sum(e_BTn if counts_BTn is None else counts_BTn * e_BTn, axis=-1) for e_BTn, counts_BTn in terms]
+    sums = [
+        jnp.sum(e_BTn if counts_BTn is None else counts_BTn * e_BTn, axis=-1)
+        for e_BTn, counts_BTn in terms
+    ]
     return shift_BT, reduce(jnp.add, sums)
 
 
-def loss_of(target_BTN: jax.Array, shift_BT: jax.Array, sum_BT: jax.Array, cap: Softcap | None) -> jax.Array:
+def loss_of(
+    target_BTN: jax.Array, shift_BT: jax.Array, sum_BT: jax.Array, cap: Softcap | None
+) -> jax.Array:
     """Return the loss of every target from its raw logit and :func:`partition_sum`."""
     return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap)
 
@@ -326,7 +400,8 @@ def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
 def as_e4m3(logits_BTV: jax.Array, scale: float) -> jax.Array:
     """Return ``logits_BTV / scale`` in e4m3, clipped.
 
-    In this form XLA has the FP8 matmul before it write e4m3: it wants a factor in the matmul's dtype, and the clipping.
+    In this form XLA has the FP8 matmul before it write e4m3: it wants a factor in the matmul's
+    dtype, and the clipping.
     """
     factor, largest = (jnp.asarray(x, logits_BTV.dtype) for x in (1 / scale, E4M3_MAX))
     kept_BTV = jnp.clip(logits_BTV * factor, -largest, largest).astype(jnp.float8_e4m3fn)
@@ -348,12 +423,14 @@ def dlogits(
 ) -> jax.Array:
     """Return the loss's gradient with respect to a part's raw logits, in their dtype.
 
-    ``scale_BT`` is the sum of all targets' shares over the sum of :func:`partition_sum`; ``hits_BTn`` holds each
-    target's share at its logit, None where no logit is a target's.
+    ``scale_BT`` is the sum of all targets' shares over the sum of :func:`partition_sum`;
+    ``hits_BTn`` holds each target's share at its logit, None where no logit is a target's.
     """
     logits32_BTn = logits_BTn.astype(jnp.float32)
     slope_BTn = jnp.ones_like(logits32_BTn)
-    z_BTn, slope_BTn = jax.jvp(cap.function, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
+    z_BTn, slope_BTn = (
+        jax.jvp(cap.function, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
+    )
     p_BTn = jnp.exp(z_BTn - shift_BT[..., None]) * scale_BT[..., None]
     p_BTn = p_BTn if counts_BTn is None else counts_BTn * p_BTn
     return ((p_BTn if hits_BTn is None else p_BTn - hits_BTn) * slope_BTn).astype(logits_BTn.dtype)
@@ -368,12 +445,14 @@ def rescale_gradients(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array,
 
 def total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
     """Return the weighted sum of all losses: fp32 scalar."""
-    # Row by row first: a flat fp32 sum over all tokens depends on how rows are sharded over devices.
+    # Row by row first: a flat fp32 sum over all tokens depends on how rows are sharded over
+    # devices.
     return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 
 
 def over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | None):
-    """Fold ``of_chunk(carry, *slices) -> (carry, outputs)`` over slices of T; outputs are joined along T."""
+    """Fold ``of_chunk(carry, *slices) -> (carry, outputs)`` over slices of T; outputs are joined
+    along T."""
     length = arrays_BT[0].shape[1]
     size = min(chunk or length, length)
     # A loop, because unrolled chunks do not depend on each other: the GPU scheduler then starts
@@ -383,10 +462,16 @@ def over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | 
     if looped:
 
         def step(carry, start):
-            return of_chunk(carry, *(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in arrays_BT))
+            return of_chunk(
+                carry, *(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in arrays_BT)
+            )
 
         carry, stacked = jax.lax.scan(step, carry, size * jnp.arange(looped))
-        parts = [jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:]), stacked)]
+        parts = [
+            jax.tree.map(
+                lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:]), stacked
+            )
+        ]
     if looped * size < length:
         carry, rest = of_chunk(carry, *(a[:, looped * size :] for a in arrays_BT))
         parts.append(rest)

@@ -1,4 +1,5 @@
-"""MUDD (dynamic dense connections, Xiao et al. 2025): per-token coefficients, and sums weighted by them."""
+"""MUDD (dynamic dense connections, Xiao et al. 2025): per-token coefficients, and sums weighted by
+them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,12 +18,18 @@ Parts = Callable[..., list[jax.Array]]
 
 
 def coefficients(
-    x_BTD: jax.Array, params: Mapping[str, jax.Array], name: str, number: int, scale: jax.Array | float
+    x_BTD: jax.Array,
+    params: Mapping[str, jax.Array],
+    name: str,
+    number: int,
+    scale: jax.Array | float,
 ) -> jax.Array:
-    """Return ``scale`` x (``gelu(x up) down + bias``): ``[B, T, N]`` in the dtype of ``x_BTD``; gelu by erf.
+    """Return ``scale`` x (``gelu(x up) down + bias``): ``[B, T, N]`` in the dtype of ``x_BTD``;
+    gelu by erf.
 
-    ``up [D, K]``, ``down [K, N]`` and ``bias [N]`` are entry ``number`` of the parameters ``name_up``, ``name_down``
-    and ``name_bias``. With ``down`` zero all tokens have the same, ``scale`` x ``bias`` (records 81 and 85).
+    ``up [D, K]``, ``down [K, N]`` and ``bias [N]`` are entry ``number`` of the parameters
+    ``name_up``, ``name_down`` and ``name_bias``. With ``down`` zero all tokens have the same,
+    ``scale`` x ``bias`` (records 81 and 85).
     """
     up_DK, down_KN, bias_N = (params[f"{name}_{part}"][number] for part in ("up", "down", "bias"))
     hidden_BTK = jax.nn.gelu(x_BTD @ up_DK, approximate=False)
@@ -30,12 +37,16 @@ def coefficients(
 
 
 def grouped_coefficients(
-    x_BTD: jax.Array, params: Mapping[str, jax.Array], name: str, number: int, scale: jax.Array | float
+    x_BTD: jax.Array,
+    params: Mapping[str, jax.Array],
+    name: str,
+    number: int,
+    scale: jax.Array | float,
 ) -> jax.Array:
     """:func:`coefficients` that differ between groups of channels: ``[B, T, N, G]``.
 
-    The parameter ``name_groups [K, N, G]`` adds to ``down`` for each group; with zeros all groups have the same (record
-    92). Its N says how many of ``down``'s outputs are used.
+    The parameter ``name_groups [K, N, G]`` adds to ``down`` for each group; with zeros all groups
+    have the same (record 92). Its N says how many of ``down``'s outputs are used.
     """
     up_DK, down_KN, bias_N = (params[f"{name}_{part}"][number] for part in ("up", "down", "bias"))
     groups_KNG = params[f"{name}_groups"]
@@ -54,20 +65,29 @@ def padded(*rows: Sequence[float]) -> NDArray[np.float64]:
 def slots(
     kinds: Mapping[str, tuple[Sequence[int], int, float]], sets: Sequence[range]
 ) -> tuple[list[dict[tuple[str, int], int]], NDArray[np.float64]]:
-    """Assign coefficients to output slots: (``{(kind, layer): size}`` for each set, initial values ``[sets, slots]``).
+    """Assign coefficients to output slots: (``{(kind, layer): size}`` for each set, initial values
+    ``[sets, slots]``).
 
-    ``kinds`` gives the layers, the size and the initial value of each kind of coefficient; ``sets`` the layers of each
-    set of coefficients.
+    ``kinds`` gives the layers, the size and the initial value of each kind of coefficient; ``sets``
+    the layers of each set of coefficients.
     """
     sizes = [
-        {(kind, layer): size for kind, (layers, size, _) in kinds.items() for layer in layers if layer in one}
+        {
+            (kind, layer): size
+            for kind, (layers, size, _) in kinds.items()
+            for layer in layers
+            if layer in one
+        }
         for one in sets
     ]
-    return sizes, padded(*([kinds[kind][2] for (kind, _), n in one.items() for _ in range(n)] for one in sizes))
+    return sizes, padded(
+        *([kinds[kind][2] for (kind, _), n in one.items() for _ in range(n)] for one in sizes)
+    )
 
 
 def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
-    """Split coefficients by name, in order: each ``[B, T, size]``, or ``[B, T]`` where the size is 1."""
+    """Split coefficients by name, in order: each ``[B, T, size]``, or ``[B, T]`` where the size is
+    1."""
     parts = zip(sizes, jnp.split(c_BTN, list(accumulate(sizes.values())), axis=-1), strict=False)
     return {name: part if sizes[name] > 1 else part[..., 0] for name, part in parts}
 
@@ -75,8 +95,8 @@ def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
 def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
     """Return the sum of coefficient x array over the terms, in the dtype of the first array.
 
-    A coefficient is a number, a scalar, ``[B, T]`` or ``[B, T, G]``, one for each of G groups of channels; the arrays
-    are ``[B, T, D]``; sums are fp32.
+    A coefficient is a number, a scalar, ``[B, T]`` or ``[B, T, G]``, one for each of G groups of
+    channels; the arrays are ``[B, T, D]``; sums are fp32.
     """
 
     def spread(c: jax.Array | float, x_BTD: jax.Array) -> jax.Array:
@@ -89,14 +109,19 @@ def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
     return jnp.asarray(total, terms[0][1].dtype)
 
 
-def add_normed(parts: Parts, x_BTD: jax.Array, scale: jax.Array, own_kernels: bool = False) -> jax.Array:
-    """Return ``scale`` x + the sum of ``parts(rms_norm(x))`` as :func:`blend` does; ``scale`` is a scalar.
+def add_normed(
+    parts: Parts, x_BTD: jax.Array, scale: jax.Array, own_kernels: bool = False
+) -> jax.Array:
+    """Return ``scale`` x + the sum of ``parts(rms_norm(x))`` as :func:`blend` does; ``scale`` is a
+    scalar.
 
-    With ``own_kernels`` the gradients of x meet in one kernel (:mod:`jspeed.model.kernels.norm_gradient`) and are
-    rounded once, not each; on Hopper, for whole blocks of tokens and channels. ``parts`` may use arrays around it.
+    With ``own_kernels`` the gradients of x meet in one kernel
+    (:mod:`jspeed.model.kernels.norm_gradient`) and are rounded once, not each; on Hopper, for whole
+    blocks of tokens and channels. ``parts`` may use arrays around it.
     """
     if own_kernels:
-        from jspeed.model.kernels.norm_gradient import fits  # slow to import, and most runs do without
+        # slow to import, and most runs do without
+        from jspeed.model.kernels.norm_gradient import fits
 
         own_kernels = fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1])
     if not own_kernels:
@@ -106,13 +131,20 @@ def add_normed(parts: Parts, x_BTD: jax.Array, scale: jax.Array, own_kernels: bo
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_normed(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]) -> jax.Array:
+def _add_normed(
+    parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
+) -> jax.Array:
     return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD), *around)))
 
 
 def _add_normed_forward(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]):
     found, back = jax.vjp(parts, rms_norm(x_BTD), *around)
-    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found)), (x_BTD, scale, [y[:0] for y in found], back)
+    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found)), (
+        x_BTD,
+        scale,
+        [y[:0] for y in found],
+        back,
+    )
 
 
 def _add_normed_backward(parts: Parts, saved: Any, g_BTD: jax.Array):
@@ -120,7 +152,9 @@ def _add_normed_backward(parts: Parts, saved: Any, g_BTD: jax.Array):
 
     x_BTD, scale, found, back = saved
     of_normed_BTD, *of_around = back([g_BTD for _ in found])
-    out_ND, normed_ND, x_ND = (a_BTD.reshape(-1, a_BTD.shape[-1]) for a_BTD in (g_BTD, of_normed_BTD, x_BTD))
+    out_ND, normed_ND, x_ND = (
+        a_BTD.reshape(-1, a_BTD.shape[-1]) for a_BTD in (g_BTD, of_normed_BTD, x_BTD)
+    )
     dx_ND, dscale = norm_gradient.norm_gradient(out_ND, normed_ND, x_ND, scale)
     return dx_ND.reshape(x_BTD.shape), dscale.astype(scale.dtype), of_around
 

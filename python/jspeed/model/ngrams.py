@@ -14,8 +14,9 @@ SIGN_ROWS = 8192
 def ngram_rows(tokens_BT: jax.Array, order: int, rows: int) -> jax.Array:
     """Hash every token with the ``order`` - 1 before it into ``rows`` rows: int32 ``[B, T]``.
 
-    Multiplication by Knuth's 2654435769 (2^32 over the golden ratio) and a shift for each token, in uint32; each
-    order has its own seed, so that one table can hold several. Missing tokens before the row hash as 0.
+    Multiplication by Knuth's 2654435769 (2^32 over the golden ratio) and a shift for each token, in
+    uint32; each order has its own seed, so that one table can hold several. Missing tokens before
+    the row hash as 0.
     """
     hashed_BT = jnp.full(tokens_BT.shape, order, jnp.uint32)
     for back in reversed(range(order)):
@@ -26,10 +27,12 @@ def ngram_rows(tokens_BT: jax.Array, order: int, rows: int) -> jax.Array:
 
 
 def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Hash every token with the one before it into ``rows`` rows: int32 ``[B, T]``; the last row is the first token's.
+    """Hash every token with the one before it into ``rows`` rows: int32 ``[B, T]``; the last row is
+    the first token's.
 
-    (36313 x[t]) xor (27191 x[t-1]) in int32, modulo ``rows`` - 1, across document borders (modded-nanogpt, record
-    62). As there, the second token is hashed with ``rows`` - 1 in place of the first.
+    (36313 x[t]) xor (27191 x[t-1]) in int32, modulo ``rows`` - 1, across document borders
+    (modded-nanogpt, record 62). As there, the second token is hashed with ``rows`` - 1 in place of
+    the first.
     """
     last = rows - 1
     tokens_BT, position_BT = tokens_BT.astype(jnp.int32), position_ids(tokens_BT.shape[1])
@@ -39,22 +42,28 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
 
 
 def trigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Hash every token with the two before it into ``rows`` rows: int32 ``[B, T]``; the last row is that of the first
-    two tokens. As :func:`bigram_rows` with (17351 x[t]) xor (60961 x[t-1]) xor (45259 x[t-2]) (record 92)."""
+    """Hash every token with the two before it into ``rows`` rows: int32 ``[B, T]``; the last row is
+    that of the first two tokens. As :func:`bigram_rows` with (17351 x[t]) xor (60961 x[t-1]) xor
+    (45259 x[t-2]) (record 92)."""
     last = rows - 1
     hashed_BT = _hashed(tokens_BT, (17351, 60961, 45259)) % last
     return jnp.where(position_ids(tokens_BT.shape[1]) < 2, last, hashed_BT)
 
 
 def _hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
-    """Return the xor of factor x token over each token and those before it, in int32, 0 for missing ones."""
+    """Return the xor of factor x token over each token and those before it, in int32, 0 for missing
+    ones."""
     tokens_BT = tokens_BT.astype(jnp.int32)
-    products = [factor * token_before(tokens_BT, back, 0).astype(jnp.int32) for back, factor in enumerate(factors)]
+    products = [
+        factor * token_before(tokens_BT, back, 0).astype(jnp.int32)
+        for back, factor in enumerate(factors)
+    ]
     return reduce(jnp.bitwise_xor, products)
 
 
 def sign_rows(tokens_BT: jax.Array, factors: tuple[int, ...] = (1, 1)) -> jax.Array:
-    """Hash every token with those before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 where one is missing.
+    """Hash every token with those before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0
+    where one is missing.
 
     The xor of ``factors`` x tokens, the first for the token itself.
     """
@@ -62,11 +71,14 @@ def sign_rows(tokens_BT: jax.Array, factors: tuple[int, ...] = (1, 1)) -> jax.Ar
     return jnp.where(missing_BT, 0, _hashed(tokens_BT, factors) % SIGN_ROWS)
 
 
-def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32, factors: tuple[int, ...] = (1, 1)) -> jax.Array:
-    """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T, width]``.
+def signs(
+    tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32, factors: tuple[int, ...] = (1, 1)
+) -> jax.Array:
+    """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T,
+    width]``.
 
-    Bigrams that collide in a table row get different sign patterns, which reduces interference (record 83). ``factors``
-    as of :func:`sign_rows`.
+    Bigrams that collide in a table row get different sign patterns, which reduces interference
+    (record 83). ``factors`` as of :func:`sign_rows`.
     """
     with jax.threefry_partitionable(True):  # part of the model, so of no setting of JAX
         table = jax.random.bits(key_of(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)

@@ -1,7 +1,9 @@
-"""A pointer: the next token may be copied from earlier in its document, by attention (Vinyals et al. 2015).
+"""A pointer: the next token may be copied from earlier in its document, by attention (Vinyals et
+al. 2015).
 
-One head attends to tokens before the present one; a share of its softmax belongs to a key of its own, which stands for
-no token. :func:`jspeed.model.losses.mixed_loss` mixes what it finds with what the model writes itself.
+One head attends to tokens before the present one; a share of its softmax belongs to a key of its
+own, which stands for no token. :func:`jspeed.model.losses.mixed_loss` mixes what it finds with what
+the model writes itself.
 """
 
 from collections.abc import Callable
@@ -29,25 +31,31 @@ def copies(
     window: int,
     own_kernels: bool = False,
 ) -> Copies:
-    """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]`` both.
+    """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]``
+    both.
 
-    A query sees the ``window`` tokens before its own that are of its document, and ``none_K``. Scores and softmax are
-    fp32; blocks of ``window`` queries are done one after the other and again for the gradient, so that memory is that
-    of one.
+    A query sees the ``window`` tokens before its own that are of its document, and ``none_K``.
+    Scores and softmax are fp32; blocks of ``window`` queries are done one after the other and again
+    for the gradient, so that memory is that of one.
 
-    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.pointer_attention`): equal up to
-    rounding, on Hopper in bf16 only. An active KV cache does without them.
+    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.pointer_attention`):
+    equal up to rounding, on Hopper in bf16 only. An active KV cache does without them.
     """
     if own_kernels and not active_cache():
-        from jspeed.model.kernels.pointer_attention import shares  # slow to import, and most runs do without
+        # slow to import, and most runs do without
+        from jspeed.model.kernels.pointer_attention import shares
 
         none_BT = jnp.einsum("btk,k->bt", q_BTK, none_K, preferred_element_type=jnp.float32)
-        return Copies(*shares(q_BTK, k_BTK, none_BT, tokens_BT, targets_BT, documents.ids, window), copy_id)
+        return Copies(
+            *shares(q_BTK, k_BTK, none_BT, tokens_BT, targets_BT, documents.ids, window), copy_id
+        )
 
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)
 
-    return Copies(*_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read), copy_id)
+    return Copies(
+        *_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read), copy_id
+    )
 
 
 def log_probabilities(
@@ -60,17 +68,23 @@ def log_probabilities(
     documents: Documents,
     window: int,
 ) -> jax.Array:
-    """Return the logarithm of every id's probability, written or copied: fp32 ``[B, T, V]``, at least -87.
+    """Return the logarithm of every id's probability, written or copied: fp32 ``[B, T, V]``, at
+    least -87.
 
-    ``copy_id`` has that one. As :func:`jspeed.model.losses.mixed_loss` of :func:`copies`, for all targets at once.
+    ``copy_id`` has that one. As :func:`jspeed.model.losses.mixed_loss` of :func:`copies`, for all
+    targets at once.
     """
     vocabulary = logits_BTV.shape[-1]
 
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
-        add = jax.vmap(lambda p_IJ, token_J: jnp.zeros((len(p_IJ), vocabulary)).at[:, token_J].add(p_IJ))
+        add = jax.vmap(
+            lambda p_IJ, token_J: jnp.zeros((len(p_IJ), vocabulary)).at[:, token_J].add(p_IJ)
+        )
         return add(p_BIJ, token_BJ)
 
-    copied_BTV, none_BT = _attend(q_BTK, k_BTK, none_K, tokens_BT, tokens_BT, documents, window, read)
+    copied_BTV, none_BT = _attend(
+        q_BTK, k_BTK, none_K, tokens_BT, tokens_BT, documents, window, read
+    )
     p_BTV = jax.nn.softmax(logits_BTV.astype(jnp.float32), axis=-1)
     share_BT = p_BTV[..., copy_id]
     p_BTV = p_BTV.at[..., copy_id].set(0)
@@ -89,8 +103,8 @@ def _attend(
     window: int,
     read: Read,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``read(probabilities, tokens of the keys, targets of the queries)``, and the share of none. ``read`` is
-    linear in the probabilities of a query."""
+    """Return ``read(probabilities, tokens of the keys, targets of the queries)``, and the share of
+    none. ``read`` is linear in the probabilities of a query."""
     if cache := active_cache():
         k_BSK = cache.append(k_BTK)
         length, size = q_BTK.shape[1], k_BSK.shape[1]
@@ -114,16 +128,21 @@ def _attend(
 
     keys = with_before(cut(k_BTK)), with_before(cut(tokens_BT)), ids_BNJ
     arrays = cut(q_BTK), cut(targets_BT), ids_BNI, *keys
-    found = jax.lax.map(of_block, jax.tree.map(partial(jnp.moveaxis, source=1, destination=0), arrays))
+    found = jax.lax.map(
+        of_block, jax.tree.map(partial(jnp.moveaxis, source=1, destination=0), arrays)
+    )
     join = partial(jnp.moveaxis, source=0, destination=1)
     return jax.tree.map(lambda x: join(x).reshape(rows, -1, *x.shape[3:])[:, :length], found)
 
 
-def _of_block(read: Read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ) -> tuple[jax.Array, jax.Array]:
+def _of_block(
+    read: Read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ
+) -> tuple[jax.Array, jax.Array]:
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores_BIJ = jnp.where(seen_BIJ, dot("bik,bjk->bij", q_BIK, k_BJK), -jnp.inf)
     none_BI = dot("bik,k->bi", q_BIK, none_K)
-    # Sums of exponentials, divided at the end: the probabilities of all keys need no array of their own.
+    # Sums of exponentials, divided at the end: the probabilities of all keys need no array of their
+    # own.
     shift_BI = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BIJ, axis=-1), none_BI))
     e_BIJ, e_none_BI = jnp.exp(scores_BIJ - shift_BI[..., None]), jnp.exp(none_BI - shift_BI)
     total_BI = jnp.sum(e_BIJ, axis=-1) + e_none_BI

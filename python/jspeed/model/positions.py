@@ -19,13 +19,18 @@ def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
 
 
 def yarn(
-    angles: NDArray[np.float64], scale: float, windows: Sequence[int], fast: float = 32.0, slow: float = 1.0
+    angles: NDArray[np.float64],
+    scale: float,
+    windows: Sequence[int],
+    fast: float = 32.0,
+    slow: float = 1.0,
 ) -> tuple[NDArray[np.float64], float]:
-    """Rescale rotary frequencies as the longest window grows from ``windows[0]`` to ``windows[-1]``: (angles, scale).
+    """Rescale rotary frequencies as the longest window grows from ``windows[0]`` to
+    ``windows[-1]``: (angles, scale).
 
-    At each step frequencies with fewer than ``slow`` rotations per old window are scaled by old / new, those with more
-    than ``fast`` are kept, others interpolated; the softmax scale grows by the factor 1 + 0.2 log(new / old) (Peng et
-    al. 2023, YaRN; modded-nanogpt, record 31).
+    At each step frequencies with fewer than ``slow`` rotations per old window are scaled by old /
+    new, those with more than ``fast`` are kept, others interpolated; the softmax scale grows by the
+    factor 1 + 0.2 log(new / old) (Peng et al. 2023, YaRN; modded-nanogpt, record 31).
     """
     for old, new in zip(windows, windows[1:], strict=False):
         turns = old * angles / (2 * math.pi)
@@ -36,17 +41,22 @@ def yarn(
 
 
 def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Array) -> jax.Array:
-    """Rotate the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
+    """Rotate the first ``2 len(angles)`` channels of each head by position x angle; same shape and
+    dtype out.
 
-    Channel c is rotated with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
-    model with its columns in another order. ``positions_TP`` is ``[T, P]``, counted from the first of these tokens,
-    with P positions for each: head h uses column h modulo P.
+    Channel c is rotated with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from
+    record 58 on: the same model with its columns in another order. ``positions_TP`` is ``[T, P]``,
+    counted from the first of these tokens, with P positions for each: head h uses column h modulo
+    P.
     """
     count, columns = len(angles), positions_TP.shape[1]
     positions_BTP = positions_TP[None]
     if cache := active_cache():
         positions_BTP += columns * cache.start_B[:, None, None]
-    angle_BTPF = positions_BTP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None, None]
+    angle_BTPF = (
+        positions_BTP.astype(jnp.float32)[..., None]
+        * jnp.asarray(angles, jnp.float32)[None, None, None]
+    )
     cos, sin = jnp.cos(angle_BTPF)[:, :, None], jnp.sin(angle_BTPF)[:, :, None]
     x = x_BTHK.reshape(*x_BTHK.shape[:2], -1, columns, x_BTHK.shape[3])
     first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
@@ -65,15 +75,17 @@ def queries_and_keys(
     look_back: bool = False,
     padded: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Split ``y_BTE`` into queries and keys of ``shape`` ``[B, T, H, K]``, normalise each head and :func:`rotate` it.
+    """Split ``y_BTE`` into queries and keys of ``shape`` ``[B, T, H, K]``, normalise each head and
+    :func:`rotate` it.
 
     With ``look_back`` keys then go through :func:`offset_keys`.
 
-    With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal up to rounding
-    (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more ``documents`` than slots: call
-    :func:`jspeed.model.attention.attention` with ``marked``. It appends channels to each head up to ``padded``, as
-    attention would where values are that wide: :func:`jspeed.model.attention.tags` (call it with ``tagged``), then
-    zeros. Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not
+    With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal
+    up to rounding (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have
+    more ``documents`` than slots: call :func:`jspeed.model.attention.attention` with ``marked``. It
+    appends channels to each head up to ``padded``, as attention would where values are that wide:
+    :func:`jspeed.model.attention.tags` (call it with ``tagged``), then zeros. Inside
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not
     support.
     """
     if not own_kernels or active_cache():
@@ -82,7 +94,9 @@ def queries_and_keys(
         return q_BTHK, offset_keys(k_BTHK) if look_back else k_BTHK
     from jspeed.model.kernels import qk_norm  # slow to import, and most runs do without
 
-    angle_TPF = positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
+    angle_TPF = (
+        positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
+    )
     factor_B, tags_BTF = jnp.ones(shape[0]), None
     if documents is not None and documents.offsets is not None:
         factor_B = jnp.where(documents.offsets[:, -1] < shape[1], jnp.nan, 1).astype(jnp.float32)
@@ -92,13 +106,16 @@ def queries_and_keys(
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:
-    """Shift ``[B, T, ...]`` by one position along T, zeros at the first: each token gets the value of the one before.
+    """Shift ``[B, T, ...]`` by one position along T, zeros at the first: each token gets the value
+    of the one before.
 
     Across document borders too: the first token of a document gets the last of the one before.
     """
     if cache := active_cache():
         position_BT = cache.positions_BT(x_BT.shape[1]) - 1
-        before_BT = jax.vmap(lambda row, position: row[position])(cache.append(x_BT), jnp.maximum(position_BT, 0))
+        before_BT = jax.vmap(lambda row, position: row[position])(
+            cache.append(x_BT), jnp.maximum(position_BT, 0)
+        )
         return jnp.where(jnp.expand_dims(position_BT < 0, range(2, x_BT.ndim)), 0, before_BT)
     return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
 
@@ -109,9 +126,11 @@ def smear(x_BTD: jax.Array, gate_BT: jax.Array) -> jax.Array:
 
 
 def offset_keys(k_BTHK: jax.Array) -> jax.Array:
-    """Take the second half of every key's channels from the token before, at the first token from itself.
+    """Take the second half of every key's channels from the token before, at the first token from
+    itself.
 
-    Those channels are not rotated. One layer can then act as an induction head (modded-nanogpt, record 49).
+    Those channels are not rotated. One layer can then act as an induction head (modded-nanogpt,
+    record 49).
     """
     own, late = jnp.split(k_BTHK, 2, axis=-1)
     first_BT11 = position_ids(k_BTHK.shape[1])[..., None, None] == 0

@@ -1,4 +1,5 @@
-"""ANVIL: Muon with a fast and a slow momentum, six maps of the singular values, and NorMuon's division."""
+"""ANVIL: Muon with a fast and a slow momentum, six maps of the singular values, and NorMuon's
+division."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from jspeed.parallel.layout import on_whole_matrices
 
 
 class AnvilState(NamedTuple):
-    """Number of updates so far (int32 scalar), both momenta (fp32, shaped like the parameters), mean squares."""
+    """Number of updates so far (int32 scalar), both momenta (fp32, shaped like the parameters),
+    mean squares."""
 
     step: jax.Array
     fast: Any
@@ -22,8 +24,9 @@ class AnvilState(NamedTuple):
 
 
 class Rails(NamedTuple):
-    """How two momenta make one: ``share`` of the fast one, whose beta is ``fast``, and the rest of the slow one's, all
-    from step ``start`` on; before, the fast one has the scheduled beta and counts alone."""
+    """How two momenta make one: ``share`` of the fast one, whose beta is ``fast``, and the rest of
+    the slow one's, all from step ``start`` on; before, the fast one has the scheduled beta and
+    counts alone."""
 
     start: int
     fast: float
@@ -43,10 +46,11 @@ def anvil(
 ) -> optax.GradientTransformation:
     """Update banks ``[..., in, out]`` (modded-nanogpt, record 92).
 
-    The blend M of both momenta becomes beta M + (1 - beta) G with beta = ``momentum(step)``, then six maps make it
-    nearly orthogonal and :func:`~jspeed.optim.normuon.scale_by_mean_square` equalises it. The rate of a matrix is
-    ``learning_rate`` x ``scale`` (broadcast against the bank). Weights shrink by ``weight_decay`` x ``learning_rate`` x
-    that rate where the slow momentum shrinks them or is zero.
+    The blend M of both momenta becomes beta M + (1 - beta) G with beta = ``momentum(step)``, then
+    six maps make it nearly orthogonal and :func:`~jspeed.optim.normuon.scale_by_mean_square`
+    equalises it. The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the
+    bank). Weights shrink by ``weight_decay`` x ``learning_rate`` x that rate where the slow
+    momentum shrinks them or is zero.
     """
     equalise = scale_by_mean_square(beta2)
 
@@ -57,7 +61,9 @@ def anvil(
         return AnvilState(jnp.zeros([], jnp.int32), zeros(), zeros(), equalise.init(params))
 
     def update(grads: Any, state: AnvilState, params: Any = None) -> tuple[Any, AnvilState]:
-        beta, rate = (jnp.asarray(schedule(state.step), jnp.float32) for schedule in (momentum, learning_rate))
+        beta, rate = (
+            jnp.asarray(schedule(state.step), jnp.float32) for schedule in (momentum, learning_rate)
+        )
         blended = state.step >= rails.start
         of_fast, share = jnp.where(blended, rails.fast, beta), jnp.where(blended, rails.share, 1.0)
 
@@ -69,9 +75,13 @@ def anvil(
 
         def direction(f: jax.Array, s: jax.Array, g: jax.Array) -> jax.Array:
             ahead = g + beta * (share * f + (1 - share) * s - g)
-            return on_whole_matrices(partial(orthogonalise, coefficients=ANVIL_MAPS, dtype=dtype), ahead)
+            return on_whole_matrices(
+                partial(orthogonalise, coefficients=ANVIL_MAPS, dtype=dtype), ahead
+            )
 
-        directions, square = equalise.update(jax.tree.map(direction, fast, slow, grads), state.square)
+        directions, square = equalise.update(
+            jax.tree.map(direction, fast, slow, grads), state.square
+        )
 
         def change(x: jax.Array, s: jax.Array, p: jax.Array) -> jax.Array:
             return -rate * scale * (x + weight_decay * rate * jnp.where(s * p >= 0, p, 0))

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 
 class Average(NamedTuple):
-    """A running mean of some parameters: A <- A + ``rates[step]`` (p - A) after every step, in fp32.
+    """A running mean of some parameters: A <- A + ``rates[step]`` (p - A) after every step, in
+    fp32.
 
-    ``rates`` has one share for each step of the run: 1 where the average starts, 0 where it stays. ``blends`` says of
-    each parameter how much of the mean takes its place at the end: p <- p + blend (A - p).
+    ``rates`` has one share for each step of the run: 1 where the average starts, 0 where it stays.
+    ``blends`` says of each parameter how much of the mean takes its place at the end: p <- p +
+    blend (A - p).
     """
 
     rates: NDArray[np.float64]
@@ -24,25 +26,37 @@ class Average(NamedTuple):
         return np.take(self.rates, np.asarray(steps, int), mode="clip") > 0
 
 
-def rates_of(moves: NDArray[np.bool_], share: Any, last_steps: int, first: int | None = None) -> NDArray[np.float64]:
-    """Return the rates of an average that ``moves`` in some of the ``last_steps`` of all steps, by ``share``, which may
-    differ, and at most 1. Step ``first`` starts it, or else the first in which it moves."""
+def rates_of(
+    moves: NDArray[np.bool_], share: Any, last_steps: int, first: int | None = None
+) -> NDArray[np.float64]:
+    """Return the rates of an average that ``moves`` in some of the ``last_steps`` of all steps, by
+    ``share``, which may differ, and at most 1. Step ``first`` starts it, or else the first in which
+    it moves."""
     ticks = moves & (np.arange(len(moves)) >= len(moves) - last_steps)
     rates = np.where(ticks, np.minimum(share, 1.0), 0.0)
     rates[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
     return rates
 
 
-def zeros(averages: Sequence[Average], params: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+def zeros(
+    averages: Sequence[Average], params: Mapping[str, jax.Array]
+) -> list[dict[str, jax.Array]]:
     """Return where the means are kept, fp32."""
-    return [{name: jnp.zeros_like(params[name], jnp.float32) for name in average.blends} for average in averages]
+    return [
+        {name: jnp.zeros_like(params[name], jnp.float32) for name in average.blends}
+        for average in averages
+    ]
 
 
 def after_step(
-    averages: Sequence[Average], means: Any, params: Mapping[str, jax.Array], step: jax.Array, among: Sequence[int]
+    averages: Sequence[Average],
+    means: Any,
+    params: Mapping[str, jax.Array],
+    step: jax.Array,
+    among: Sequence[int],
 ) -> list[dict[str, jax.Array]]:
-    """Return the means after step ``step``, which is one of ``among`` (empty: unknown): a mean that moves in none of
-    them, or in all, needs no branch in the program."""
+    """Return the means after step ``step``, which is one of ``among`` (empty: unknown): a mean that
+    moves in none of them, or in all, needs no branch in the program."""
 
     def one(average: Average, mean: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rate = jnp.asarray(average.rates, jnp.float32)[step]
@@ -60,12 +74,15 @@ def after_step(
 
 
 def at_end(
-    averages: Sequence[Average], means: Any, params: Mapping[str, jax.Array], keep_norm: Sequence[str]
+    averages: Sequence[Average],
+    means: Any,
+    params: Mapping[str, jax.Array],
+    keep_norm: Sequence[str],
 ) -> dict[str, jax.Array]:
     """Return the parameters with the averages in their place, blended one after the other.
 
-    Those in ``keep_norm`` are then rescaled, each as a whole, to the Frobenius norm from before: a mean of weights that
-    move is shorter than they are (modded-nanogpt, record 92: decontraction).
+    Those in ``keep_norm`` are then rescaled, each as a whole, to the Frobenius norm from before: a
+    mean of weights that move is shorter than they are (modded-nanogpt, record 92: decontraction).
     """
     new = dict(params)
     for average, mean in zip(averages, means, strict=True):

@@ -13,12 +13,16 @@ class CautiousState(NamedTuple):
     step: jax.Array
 
 
-def add_cautious_decay(decay: optax.Schedule, *, where_zero: bool = False) -> optax.GradientTransformation:
-    """Shrink weights by the fraction ``decay(past updates)`` where the update moves them towards zero.
+def add_cautious_decay(
+    decay: optax.Schedule, *, where_zero: bool = False
+) -> optax.GradientTransformation:
+    """Shrink weights by the fraction ``decay(past updates)`` where the update moves them towards
+    zero.
 
-    Comes last in a chain: it needs the update as it is added to the weight. ``decay`` may return an array, broadcast
-    against each parameter. With ``where_zero`` weights whose update is exactly zero shrink too, as in modded-nanogpt's
-    Muon, but not in its Adam (Chen et al. 2025; records 43 and 50).
+    Comes last in a chain: it needs the update as it is added to the weight. ``decay`` may return an
+    array, broadcast against each parameter. With ``where_zero`` weights whose update is exactly
+    zero shrink too, as in modded-nanogpt's Muon, but not in its Adam (Chen et al. 2025; records 43
+    and 50).
     """
 
     def init(params: Any) -> CautiousState:
@@ -46,8 +50,8 @@ def cautious_adam(
 ) -> optax.GradientTransformation:
     """Adam with cautious decoupled weight decay of ``weight_decay`` x rate squared.
 
-    modded-nanogpt's from record 50 on, except that ``eps`` is added after bias correction, as in optax. What is a
-    schedule depends on the number of past updates.
+    modded-nanogpt's from record 50 on, except that ``eps`` is added after bias correction, as in
+    optax. What is a schedule depends on the number of past updates.
     """
     fixed = not callable(beta1) and not callable(beta2)
     decay = weight_decay if callable(weight_decay) else lambda step: weight_decay
@@ -59,17 +63,22 @@ def cautious_adam(
 
 
 def _scale_by_adam(beta1: Any, beta2: Any, eps: float) -> optax.GradientTransformation:
-    """``optax.scale_by_adam`` with betas by the number of past updates; bias is corrected by those of this one."""
+    """``optax.scale_by_adam`` with betas by the number of past updates; bias is corrected by those
+    of this one."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.scale_by_adam().init(params)
 
-    def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+    def update(
+        grads: Any, state: optax.ScaleByAdamState, params: Any = None
+    ) -> tuple[Any, optax.ScaleByAdamState]:
         b1, b2 = (jnp.asarray(beta(state.count), jnp.float32) for beta in (beta1, beta2))
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * jnp.square(g), state.nu, grads)
         n = state.count + 1
-        updates = jax.tree.map(lambda m, v: m / (1 - b1**n) / (jnp.sqrt(v / (1 - b2**n)) + eps), mu, nu)
+        updates = jax.tree.map(
+            lambda m, v: m / (1 - b1**n) / (jnp.sqrt(v / (1 - b2**n)) + eps), mu, nu
+        )
         return updates, optax.ScaleByAdamState(n, mu, nu)
 
     return optax.GradientTransformation(init, update)

@@ -13,13 +13,15 @@ from jspeed.parallel.layout import on_whole_matrices
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
-# One (a, b, c) per iteration: X <- a X + (b A + c A A) X with A = X X^T.
-# Keller Jordan's quintic (kellerjordan.github.io/posts/muon): five iterations take singular values from 0.0032 to 1
-# into 0.68 to 1.21.
+# One (a, b, c) per iteration: X <- a X + (b A + c A A) X with A = X X^T. Keller Jordan's quintic
+# (kellerjordan.github.io/posts/muon): five iterations take singular values from 0.0032 to 1 into
+# 0.68 to 1.21.
 NEWTON_SCHULZ_5: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
-# Twelve iterations of the Newton-Schulz polynomial that converges to 1 (modded-nanogpt, track 3 baseline).
+# Twelve iterations of the Newton-Schulz polynomial that converges to 1 (modded-nanogpt, track 3
+# baseline).
 NEWTON_SCHULZ_12: Coefficients = ((2.0, -1.5, 0.5),) * 12
-# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X / (1.02 ||X||_F + 1e-6).
+# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X /
+# (1.02 ||X||_F + 1e-6).
 POLAR_EXPRESS: Coefficients = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -29,8 +31,8 @@ POLAR_EXPRESS: Coefficients = (
 )
 
 
-# Six maps that take singular values from 0.003 to 1 / 1.05 into 0.995 to 1.0005 (modded-nanogpt, record 92); take
-# X / (1.05 ||X||_F + 1e-6).
+# Six maps that take singular values from 0.003 to 1 / 1.05 into 0.995 to 1.0005 (modded-nanogpt,
+# record 92); take X / (1.05 ||X||_F + 1e-6).
 ANVIL_MAPS: Coefficients = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -44,7 +46,8 @@ DIVISORS = {POLAR_EXPRESS: (1.02, 1e-6), ANVIL_MAPS: (1.05, 1e-6)}
 
 
 class MuonState(NamedTuple):
-    """Number of updates so far (int32 scalar) and the momentum buffers (fp32, shaped like the parameters)."""
+    """Number of updates so far (int32 scalar) and the momentum buffers (fp32, shaped like the
+    parameters)."""
 
     step: jax.Array
     momentum: Any
@@ -53,17 +56,20 @@ class MuonState(NamedTuple):
 def orthogonalise(
     x: jax.Array, *, coefficients: Coefficients = NEWTON_SCHULZ_5, dtype: Any = jnp.bfloat16
 ) -> jax.Array:
-    """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1; ``dtype`` out.
+    """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1;
+    ``dtype`` out.
 
-    One iteration per row of ``coefficients`` on X / ||X||_F, always on the wide orientation so that the Gram matrix
-    is the small one; with POLAR_EXPRESS and ANVIL_MAPS on X divided by what DIVISORS says. A zero matrix stays zero. A
-    device needs whole matrices: :func:`jspeed.parallel.layout.on_whole_matrices` reshards banks whose matrices are
-    sharded.
+    One iteration per row of ``coefficients`` on X / ||X||_F, always on the wide orientation so that
+    the Gram matrix is the small one; with POLAR_EXPRESS and ANVIL_MAPS on X divided by what
+    DIVISORS says. A zero matrix stays zero. A device needs whole matrices:
+    :func:`jspeed.parallel.layout.on_whole_matrices` reshards banks whose matrices are sharded.
     """
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    norm = jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True)
+    norm = jnp.linalg.norm(
+        x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True
+    )
     safety, epsilon = DIVISORS.get(coefficients, (1.0, 1e-7))
     x = (x / (safety * norm + epsilon)).astype(dtype)
     for a, b, c in coefficients:
@@ -81,14 +87,17 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Replace each gradient bank (``[..., in, out]``) by its orthogonalised Nesterov momentum.
 
-    ``momentum`` maps the number of past updates to beta: M <- beta M + (1 - beta) G, and beta M + (1 - beta) G is
-    orthogonalised in ``dtype``. The update is scaled by sqrt(max(1, out / in)) so that its effect on activations
-    does not depend on the shape (modded-nanogpt, records 3-40). For a bank that stores some matrices transposed
-    ``scale``, broadcast against the bank, replaces that factor.
+    ``momentum`` maps the number of past updates to beta: M <- beta M + (1 - beta) G, and beta M +
+    (1 - beta) G is orthogonalised in ``dtype``. The update is scaled by sqrt(max(1, out / in)) so
+    that its effect on activations does not depend on the shape (modded-nanogpt, records 3-40). For
+    a bank that stores some matrices transposed ``scale``, broadcast against the bank, replaces that
+    factor.
     """
 
     def init(params: Any) -> MuonState:
-        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
+        return MuonState(
+            jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        )
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         beta = jnp.asarray(momentum(state.step), jnp.float32)
@@ -98,7 +107,9 @@ def scale_by_muon(
             rows, cols = g.shape[-2:]
             whole = partial(orthogonalise, coefficients=coefficients, dtype=dtype)
             update = on_whole_matrices(whole, beta * m + (1 - beta) * g)
-            return update.astype(jnp.float32) * (max(1.0, cols / rows) ** 0.5 if scale is None else scale)
+            return update.astype(jnp.float32) * (
+                max(1.0, cols / rows) ** 0.5 if scale is None else scale
+            )
 
         return jax.tree.map(direction, buffers, grads), MuonState(state.step + 1, buffers)
 
@@ -114,7 +125,8 @@ def muon(
     weight_decay: float = 0.0,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
-    """Muon with a learning-rate schedule, a momentum schedule and decoupled weight decay (rate x decay a step)."""
+    """Muon with a learning-rate schedule, a momentum schedule and decoupled weight decay (rate x
+    decay a step)."""
     return optax.chain(
         scale_by_muon(momentum, coefficients=coefficients, scale=scale, dtype=dtype),
         optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),

@@ -1,4 +1,5 @@
-"""NorMuon: Muon with a per-row second moment along the longer side of every matrix, and cautious weight decay."""
+"""NorMuon: Muon with a per-row second moment along the longer side of every matrix, and cautious
+weight decay."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,17 +13,19 @@ from jspeed.optim.muon import POLAR_EXPRESS, scale_by_muon
 
 
 class NorMuonState(NamedTuple):
-    """Running mean square along the longer side: fp32, shaped like the parameters with the other side 1."""
+    """Running mean square along the longer side: fp32, shaped like the parameters with the other
+    side 1."""
 
     square: Any
 
 
 def scale_by_mean_square(beta: float) -> optax.GradientTransformation:
-    """Divide each row or column of every matrix (``[..., in, out]``) by its running root mean square.
+    """Divide each row or column of every matrix (``[..., in, out]``) by its running root mean
+    square.
 
-    One statistic per index of the longer side (per output for square matrices): S <- beta S + (1 - beta) mean(X^2),
-    from 0 without bias correction. Each matrix keeps its Frobenius norm (Li et al. 2025, NorMuon; modded-nanogpt from
-    record 41 on).
+    One statistic per index of the longer side (per output for square matrices): S <- beta S + (1 -
+    beta) mean(X^2), from 0 without bias correction. Each matrix keeps its Frobenius norm (Li et al.
+    2025, NorMuon; modded-nanogpt from record 41 on).
     """
 
     def short(x: jax.Array) -> int:
@@ -30,7 +33,10 @@ def scale_by_mean_square(beta: float) -> optax.GradientTransformation:
 
     def init(params: Any) -> NorMuonState:
         def zeros(p: jax.Array) -> jax.Array:
-            return jnp.zeros(jax.eval_shape(lambda p: jnp.mean(p, axis=short(p), keepdims=True), p).shape, jnp.float32)
+            return jnp.zeros(
+                jax.eval_shape(lambda p: jnp.mean(p, axis=short(p), keepdims=True), p).shape,
+                jnp.float32,
+            )
 
         return NorMuonState(jax.tree.map(zeros, params))
 
@@ -59,11 +65,12 @@ def normuon(
     scale: Any,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
-    """Nesterov momentum, Polar Express, NorMuon's division and cautious decay, for banks ``[..., in, out]``.
+    """Nesterov momentum, Polar Express, NorMuon's division and cautious decay, for banks ``[...,
+    in, out]``.
 
-    The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the bank). Its weights shrink by
-    ``weight_decay`` x ``learning_rate`` x that rate where the update shrinks them or is zero: the decay falls with the
-    square of the schedule.
+    The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the bank). Its weights
+    shrink by ``weight_decay`` x ``learning_rate`` x that rate where the update shrinks them or is
+    zero: the decay falls with the square of the schedule.
     """
 
     def decay(step: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Adam for tables of which few rows have a gradient: one second moment a row or a number, and no momentum."""
+"""Adam for tables of which few rows have a gradient: one second moment a row or a number, and no
+momentum."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +10,13 @@ import optax
 
 from jspeed.parallel.lazy_table import Pending, distinct, grouped, joined
 
-NAMED: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}  # of rows as ``distinct`` gives them
+# of rows as ``distinct`` gives them
+NAMED: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
 
 
 class RowState(NamedTuple):
-    """Number of updates so far (int32 scalar) and the running mean square of each row (fp32 ``[V]``), or of each number
-    (``[V, D]``)."""
+    """Number of updates so far (int32 scalar) and the running mean square of each row (fp32
+    ``[V]``), or of each number (``[V, D]``)."""
 
     step: jax.Array
     square_V: jax.Array
@@ -23,8 +25,9 @@ class RowState(NamedTuple):
 class RowTransformation(NamedTuple):
     """``init(table [V, D])`` and ``update(found, table, state, own_kernels) -> (table, state)``.
 
-    ``found`` are lists of rows, some several times, and their gradients; rows from V on mean nothing. Only named rows
-    change. ``own_kernels`` is what a recipe's field OWN_KERNELS says, for an update that has kernels.
+    ``found`` are lists of rows, some several times, and their gradients; rows from V on mean
+    nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says, for
+    an update that has kernels.
     """
 
     init: Callable[[jax.Array], RowState]
@@ -41,22 +44,33 @@ def row_adam(
     own_kernels: str = "off",
     by_row: bool = True,
 ) -> RowTransformation:
-    """Adam with beta1 = 0 and the mean of squares over a row in place of its squares (modded-nanogpt, record 92).
+    """Adam with beta1 = 0 and the mean of squares over a row in place of its squares
+    (modded-nanogpt, record 92).
 
-    Schedules map the number of past updates. The mean square of every row decays at every update. Decay is cautious,
-    ``weight_decay`` x rate squared, as :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are
-    summed in fp32. With own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`). Without
+    Schedules map the number of past updates. The mean square of every row decays at every update.
+    Decay is cautious, ``weight_decay`` x rate squared, as
+    :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are summed in fp32. With
+    own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`). Without
     ``by_row`` each number has its own square, as in Adam, and there is no kernel.
     """
 
     def init(table_VD: jax.Array) -> RowState:
-        return RowState(jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[: 1 if by_row else 2], jnp.float32))
+        return RowState(
+            jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[: 1 if by_row else 2], jnp.float32)
+        )
 
     def update(
         found: Sequence[Pending], table_VD: jax.Array, state: RowState, own_kernels: bool = False
     ) -> tuple[jax.Array, RowState]:
-        beta, rate = (jnp.asarray(schedule(state.step), jnp.float32) for schedule in (beta2, learning_rate))
-        factors = 1 - beta, rate * jnp.sqrt(1 - beta ** (state.step + 1)), eps, weight_decay(state.step) * rate**2
+        beta, rate = (
+            jnp.asarray(schedule(state.step), jnp.float32) for schedule in (beta2, learning_rate)
+        )
+        factors = (
+            1 - beta,
+            rate * jnp.sqrt(1 - beta ** (state.step + 1)),
+            eps,
+            weight_decay(state.step) * rate**2,
+        )
         change = _changed_by_kernel if own_kernels else _changed
         table_VD, square_V = change(found, table_VD, beta * state.square_V, factors)
         return table_VD, RowState(state.step + 1, square_V)
@@ -75,7 +89,8 @@ def _changed(
     square_R += fresh * (fresh_RD if square_R.ndim > 1 else jnp.mean(fresh_RD, axis=1))
     old_RD = table_VD.at[rows_R].get(mode="fill", fill_value=0, **NAMED).astype(jnp.float32)
     change_RD = (rate / (jnp.sqrt(square_R) + eps)).reshape(len(rows_R), -1) * grads_RD
-    # No select: XLA would share its zeros with those that sums of gradients start from, and write and read them.
+    # No select: XLA would share its zeros with those that sums of gradients start from, and write
+    # and read them.
     change_RD += fraction * old_RD * (change_RD * old_RD > 0)
     new_RD = (old_RD - change_RD).astype(table_VD.dtype)
     table_VD = table_VD.at[rows_R].set(new_RD, mode="drop", **NAMED)
@@ -90,6 +105,14 @@ def _changed_by_kernel(
 
     groups = grouped(joined(found).rows_R, table_VD.shape[0])
     square_R = square_V.at[groups.rows_R].get(mode="fill", fill_value=0, **NAMED)
-    of_rows = [each.grads_RD for each in found], groups.order_R, groups.starts_R1, groups.rows_R, square_R
-    table_VD, square_R = row_sums.row_adam(*of_rows, jnp.stack(factors).astype(jnp.float32), table_VD)
+    of_rows = (
+        [each.grads_RD for each in found],
+        groups.order_R,
+        groups.starts_R1,
+        groups.rows_R,
+        square_R,
+    )
+    table_VD, square_R = row_sums.row_adam(
+        *of_rows, jnp.stack(factors).astype(jnp.float32), table_VD
+    )
     return table_VD, square_V.at[groups.rows_R].set(square_R, mode="drop", **NAMED)

@@ -1,7 +1,9 @@
-"""Tables too large for a dense gradient: only rows that tokens have named since the last update are ever touched.
+"""Tables too large for a dense gradient: only rows that tokens have named since the last update are
+ever touched.
 
-The gradient of such a table is a :class:`Sink`: a list of rows and their gradients. It is what arrives at the rows'
-owner by the all-to-all of :mod:`jspeed.parallel.sharded_table`, without the dense sum after it.
+The gradient of such a table is a :class:`Sink`: a list of rows and their gradients. It is what
+arrives at the rows' owner by the all-to-all of :mod:`jspeed.parallel.sharded_table`, without the
+dense sum after it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ HIGH = 4096  # row numbers travel as two fp32 numbers, exact up to 2**31
 
 
 class Sink(NamedTuple):
-    """Rows of a device's part of a table, fp32 ``[R, 2]`` (number // 4096, number % 4096), and gradients ``[R, D]``.
+    """Rows of a device's part of a table, fp32 ``[R, 2]`` (number // 4096, number % 4096), and
+    gradients ``[R, D]``.
 
     A row may be there several times; numbers past the part mean nothing.
     """
@@ -41,10 +44,14 @@ def sink_size(ids: int, part: int, owners: int) -> int:
 def empty(part_VD: jax.Array, ids: int, owners: int) -> Sink:
     """Return zeros for a look-up of so many ids in ``part_VD``."""
     size = sink_size(ids, part_VD.shape[0], owners)
-    return Sink(jnp.zeros((size, 2), jnp.float32), jnp.zeros((size, part_VD.shape[1]), part_VD.dtype))
+    return Sink(
+        jnp.zeros((size, 2), jnp.float32), jnp.zeros((size, part_VD.shape[1]), part_VD.dtype)
+    )
 
 
-def read(table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False) -> jax.Array:
+def read(
+    table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False
+) -> jax.Array:
     """Return rows ``ids_BT`` of a table as :func:`~jspeed.parallel.sharded_table.fetch` does.
 
     A :class:`Lazy` table can be read once in a program, since gradients of its sink do not add up.
@@ -55,16 +62,22 @@ def read(table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, own_kerne
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _read(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool) -> jax.Array:
+def _read(
+    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool
+) -> jax.Array:
     return look_up(part_VD, ids_BT, axis)[0]
 
 
-def _forward(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool):
+def _forward(
+    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool
+):
     x_BTD, slots = look_up(part_VD, ids_BT, axis)
     return x_BTD, (slots, part_VD[:0])
 
 
-def _backward(axis: str | None, own_kernels: bool, saved: tuple[Slots, jax.Array], grad_BTD: jax.Array):
+def _backward(
+    axis: str | None, own_kernels: bool, saved: tuple[Slots, jax.Array], grad_BTD: jax.Array
+):
     slots, part_0D = saved
     sums = return_gradients(slots, grad_BTD, part_0D.dtype, axis, own_kernels)
     rows_R = slots.received_ids.reshape(-1)
@@ -83,7 +96,8 @@ class Pending(NamedTuple):
 
 
 def pending(sink: Sink, part: int, size: int) -> Pending:
-    """Return ``sink`` in ``size`` rows, at most its own: where these are fewer, equal rows are summed.
+    """Return ``sink`` in ``size`` rows, at most its own: where these are fewer, equal rows are
+    summed.
 
     Gradients are NaN where more than ``size`` different rows are in it.
     """
@@ -102,19 +116,25 @@ def joined(parts: Sequence[Pending]) -> Pending:
 
 
 def distinct(found: Pending, part: int) -> Pending:
-    """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all different, whose
-    gradients mean nothing."""
+    """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all
+    different, whose gradients mean nothing."""
     groups = grouped(found.rows_R, part)
-    to_R = jnp.zeros_like(groups.order_R).at[groups.order_R].set(groups.number_R, unique_indices=True)
-    sums_RD = jnp.zeros(found.grads_RD.shape, jnp.float32).at[to_R].add(found.grads_RD.astype(jnp.float32))
+    to_R = (
+        jnp.zeros_like(groups.order_R).at[groups.order_R].set(groups.number_R, unique_indices=True)
+    )
+    sums_RD = (
+        jnp.zeros(found.grads_RD.shape, jnp.float32)
+        .at[to_R]
+        .add(found.grads_RD.astype(jnp.float32))
+    )
     return Pending(groups.rows_R, sums_RD)
 
 
 class Groups(NamedTuple):
     """Equal rows of a list of R, all int32: ``rows_R`` are those of :func:`distinct`.
 
-    Row ``rows_R[r]`` is at the places ``order_R[starts_R1[r] : starts_R1[r + 1]]`` of the list, at none if it is past
-    the part; what is at ``order_R[n]`` is row ``rows_R[number_R[n]]``.
+    Row ``rows_R[r]`` is at the places ``order_R[starts_R1[r] : starts_R1[r + 1]]`` of the list, at
+    none if it is past the part; what is at ``order_R[n]`` is row ``rows_R[number_R[n]]``.
     """
 
     rows_R: jax.Array
@@ -134,4 +154,6 @@ def grouped(rows_R: jax.Array, part: int) -> Groups:
     first_rows_R = jnp.where(first_R <= last, sorted_R[jnp.minimum(first_R, last)], part)
     named = jnp.sum(rows_R < part, dtype=jnp.int32)
     starts_R1 = jnp.append(jnp.minimum(first_R, named), named)
-    return Groups(jnp.where(first_rows_R < part, first_rows_R, part + count), order_R, starts_R1, number_R)
+    return Groups(
+        jnp.where(first_rows_R < part, first_rows_R, part + count), order_R, starts_R1, number_R
+    )

@@ -1,4 +1,5 @@
-"""Pipeline parallelism over layers and micro-batches: GPipe (Huang et al. 2018, arXiv 1811.06965)."""
+"""Pipeline parallelism over layers and micro-batches: GPipe (Huang et al. 2018, arXiv
+1811.06965)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +9,19 @@ import jax.numpy as jnp
 
 
 def bubble(stages: int, parts: int) -> float:
-    """The bubble, the share of a pipeline's time in which a stage is idle: ``(S - 1) / (M + S - 1)``."""
+    """The bubble, the share of a pipeline's time in which a stage is idle: ``(S - 1) / (M + S -
+    1)``."""
     return (stages - 1) / (parts + stages - 1)
 
 
 def pipeline(stage: Callable[[Any], Any], x: Any, parts: int) -> Any:
-    """Inside ``shard_map``: apply the ``stage`` of every device along mesh axis ``pipe``, in order, to the rows of all.
+    """Inside ``shard_map``: apply the ``stage`` of every device along mesh axis ``pipe``, in order,
+    to the rows of all.
 
-    ``x`` is a tree of arrays ``[rows, ...]``. Each device passes its own rows and gets its own rows back, so outside
-    the pipeline ``pipe`` acts as a data axis. The rows of all are taken in ``parts`` micro-batches, which must divide
-    them. A stage keeps its input of every tick for the gradient, which flows back the same way.
+    ``x`` is a tree of arrays ``[rows, ...]``. Each device passes its own rows and gets its own rows
+    back, so outside the pipeline ``pipe`` acts as a data axis. The rows of all are taken in
+    ``parts`` micro-batches, which must divide them. A stage keeps its input of every tick for the
+    gradient, which flows back the same way.
     """
     axis = "pipe"
     stages, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -29,7 +33,9 @@ def pipeline(stage: Callable[[Any], Any], x: Any, parts: int) -> Any:
         done = stage(jax.tree.map(lambda o, r: jnp.where(index == 0, o, r), own, received))
         return jax.lax.ppermute(done, axis, [(n, n + 1) for n in range(stages - 1)]), done
 
-    _, done = jax.lax.scan(tick, jax.tree.map(lambda m: jnp.zeros_like(m[0]), micro), jnp.arange(parts + stages - 1))
+    _, done = jax.lax.scan(
+        tick, jax.tree.map(lambda m: jnp.zeros_like(m[0]), micro), jnp.arange(parts + stages - 1)
+    )
 
     def back(done: jax.Array, like: jax.Array) -> jax.Array:
         last = jnp.where(index == stages - 1, done[stages - 1 :].reshape(like.shape), 0)

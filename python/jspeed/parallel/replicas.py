@@ -10,10 +10,11 @@ from jspeed.recipe import leaves
 
 
 def drift(tree: Any) -> dict[str, float]:
-    """Return, by path, how far copies of one shard differ at most, for the arrays of ``tree`` in which any do.
+    """Return, by path, how far copies of one shard differ at most, for the arrays of ``tree`` in
+    which any do.
 
-    Compared are the devices of this process, bit for bit; differing NaNs or signed zeros count as 5e-324. Arrays are
-    of at most 4 bytes per element. One scalar per array is copied to the host.
+    Compared are the devices of this process, bit for bit; differing NaNs or signed zeros count as
+    5e-324. Arrays are of at most 4 bytes per element. One scalar per array is copied to the host.
     """
     found = {}
     for name, array in leaves(tree):

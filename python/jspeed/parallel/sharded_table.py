@@ -1,4 +1,5 @@
-"""Lookup in a table sharded by rows: an all-to-all fetches each row from its owner and returns its gradient."""
+"""Lookup in a table sharded by rows: an all-to-all fetches each row from its owner and returns its
+gradient."""
 
 import math
 from functools import partial
@@ -8,15 +9,17 @@ import jax
 import jax.numpy as jnp
 
 CAPACITY_SIGMAS = 8
-"""Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly hashed ids."""
+"""Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly
+hashed ids."""
 
 
 class Slots(NamedTuple):
-    """Where a device's ids lie among the S = owners x capacity answers, of which some are unused; all are int32.
+    """Where a device's ids lie among the S = owners x capacity answers, of which some are unused;
+    all are int32.
 
-    Id n has the row of slot ``slot_N[n]``, and slot s is of the ids ``order_N[starts_S1[s] : starts_S1[s + 1]]``.
-    ``received_ids`` ``[owners, capacity]`` are the rows that this device, as an owner, was asked for: the length of its
-    part in unused slots.
+    Id n has the row of slot ``slot_N[n]``, and slot s is of the ids ``order_N[starts_S1[s] :
+    starts_S1[s + 1]]``. ``received_ids`` ``[owners, capacity]`` are the rows that this device, as
+    an owner, was asked for: the length of its part in unused slots.
     """
 
     slot_N: jax.Array
@@ -26,17 +29,22 @@ class Slots(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False) -> jax.Array:
-    """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis ``axis`` (None: no mesh).
+def fetch(
+    part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False
+) -> jax.Array:
+    """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis
+    ``axis`` (None: no mesh).
 
-    Device n of the axis holds ``part_VD``, the n-th of equal shards. Duplicate ids are communicated once, forward and
-    backward (gradients are summed in fp32): at most about tokens x D elements per device and direction, instead of an
-    all-gather of the table. Distinct ids must be spread over the owners like hashes: a device that requests more rows
-    of one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
-    dtype of the shard.
+    Device n of the axis holds ``part_VD``, the n-th of equal shards. Duplicate ids are communicated
+    once, forward and backward (gradients are summed in fp32): at most about tokens x D elements per
+    device and direction, instead of an all-gather of the table. Distinct ids must be spread over
+    the owners like hashes: a device that requests more rows of one owner than its capacity gets
+    NaN, not other rows. The gradient of a shard is summed over all devices, in the dtype of the
+    shard.
 
-    With ``own_kernels`` a kernel sums gradients of equal ids (:mod:`jspeed.model.kernels.row_sums`): equal up to one
-    rounding. It is for bf16, and raises BadInput for what it does not support.
+    With ``own_kernels`` a kernel sums gradients of equal ids
+    (:mod:`jspeed.model.kernels.row_sums`): equal up to one rounding. It is for bf16, and raises
+    BadInput for what it does not support.
     """
     return look_up(part_VD, ids_BT, axis)[0]
 
@@ -57,12 +65,17 @@ def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[ja
     # The first of every run of equal ids stands for all of it.
     number_N = jnp.cumsum(jnp.diff(sorted_N, prepend=-1) > 0, dtype=jnp.int32) - 1
     first_N = jnp.searchsorted(number_N, jnp.arange(tokens), method="scan_unrolled")
-    distinct_N = jnp.where(first_N < tokens, sorted_N[jnp.minimum(first_N, tokens - 1)], owners * part)
+    distinct_N = jnp.where(
+        first_N < tokens, sorted_N[jnp.minimum(first_N, tokens - 1)], owners * part
+    )
     bounds = jnp.searchsorted(distinct_N, part * jnp.arange(owners + 1), method="scan_unrolled")
     starts, counts = bounds[:-1], jnp.diff(bounds)
 
     slots = jnp.arange(room)[None]
-    requested = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
+    requested = (
+        distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)]
+        - part * jnp.arange(owners)[:, None]
+    )
     requested = jnp.where(slots < counts[:, None], requested, part)
     received_ids = _all_to_all(requested, axis)
     rows = part_VD.at[received_ids].get(mode="fill", fill_value=0)
@@ -72,15 +85,19 @@ def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[ja
     slot_N = owner_N * room + number_N - starts[owner_N]
     slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
     x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
-    numbers = starts[:, None] + jnp.minimum(slots, counts[:, None])  # an unused slot starts where the next owner's do
+    # an unused slot starts where the next owner's do
+    numbers = starts[:, None] + jnp.minimum(slots, counts[:, None])
     starts_S = first_N.at[numbers.reshape(-1)].get(mode="fill", fill_value=tokens)
-    return x_BTD.reshape(*ids_BT.shape, -1), Slots(slot_N, order_N, jnp.append(starts_S, tokens), received_ids)
+    return x_BTD.reshape(*ids_BT.shape, -1), Slots(
+        slot_N, order_N, jnp.append(starts_S, tokens), received_ids
+    )
 
 
 def return_gradients(
     slots: Slots, grad_BTD: jax.Array, dtype: Any, axis: str | None, own_kernels: bool = False
 ) -> jax.Array:
-    """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in ``dtype``."""
+    """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in
+    ``dtype``."""
     grad_ND = grad_BTD.reshape(slots.slot_N.size, -1)
     if own_kernels:
         from jspeed.model.kernels import row_sums  # slow to import, and most runs do without
@@ -98,10 +115,16 @@ def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernel
     return x_BTD, (part_VD, slots)
 
 
-def _backward(axis: str | None, own_kernels: bool, saved: tuple[jax.Array, Slots], grad_BTD: jax.Array):
+def _backward(
+    axis: str | None, own_kernels: bool, saved: tuple[jax.Array, Slots], grad_BTD: jax.Array
+):
     part_VD, slots = saved
     sums = return_gradients(slots, grad_BTD, part_VD.dtype, axis, own_kernels)
-    whole = jnp.zeros(part_VD.shape, jnp.float32).at[slots.received_ids].add(sums.astype(jnp.float32), mode="drop")
+    whole = (
+        jnp.zeros(part_VD.shape, jnp.float32)
+        .at[slots.received_ids]
+        .add(sums.astype(jnp.float32), mode="drop")
+    )
     return whole.astype(part_VD.dtype), None
 
 
@@ -114,4 +137,6 @@ def _size(axis: str | None) -> int:
 
 def _all_to_all(x: jax.Array, axis: str | None) -> jax.Array:
     """Send slice n of the first dimension to device n."""
-    return x if axis is None else jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+    return (
+        x if axis is None else jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+    )

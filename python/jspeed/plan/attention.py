@@ -2,9 +2,11 @@
 
 Each pair of a query and a key that is computed counts, once for each matmul of the kernel:
 
-- cuDNN: keys that mask, window and longest document leave; 2 matmuls forward, 5 backward (scores are recomputed).
+- cuDNN: keys that mask, window and longest document leave; 2 matmuls forward, 5 backward (scores
+  are recomputed).
 - own kernels: whole blocks of such keys; 2 and 7 (scores are recomputed in both backward kernels).
-- splash attention (TPUs): the same, but documents end no block; a block is read again for each pair.
+- splash attention (TPUs): the same, but documents end no block; a block is read again for each
+  pair.
 - composed heads: all blocks that a window reaches; 2 and 7. The pointer: as own kernels; 1 and 4.
 """
 
@@ -24,18 +26,29 @@ CUDNN: dict[str, Kind] = {
 }
 TILE = 128  # tokens of a block of cuDNN's kernels for Hopper
 MATMULS = {"attention_forward": 2, "attention_backward": 5}
-# cuDNN's kernels whose blocks take an SM to themselves. Backward also has two small ones, of whose blocks an SM holds
-# two or more (cuDNN 9.28 for sm_90: compute_dot_do_o_ragged, convert_dq_to_16bits_ragged): together they count as one.
+# cuDNN's kernels whose blocks take an SM to themselves. Backward also has two small ones, of whose
+# blocks an SM holds two or more (cuDNN 9.28 for sm_90: compute_dot_do_o_ragged,
+# convert_dq_to_16bits_ragged): together they count as one.
 EMPTY_KERNELS = {"forward": 1, "backward": 2}
 TRITON = "__gpu$xla.gpu.triton"  # own kernels for GPUs
 TPU = "tpu_custom_call"  # JAX's splash attention
-# Names of kernels, as model/kernels/fused_attention.py, composed_heads.py, pointer_attention.py and splash_attention.py
-# give them: a kernel takes blocks of ``own`` tokens, each of which visits blocks of ``visited`` tokens.
+# Names of kernels, as model/kernels/fused_attention.py, composed_heads.py, pointer_attention.py and
+# splash_attention.py give them: a kernel takes blocks of ``own`` tokens, each of which visits
+# blocks of ``visited`` tokens.
 BLOCKS = r"blocks(?P<own>\d+)x(?P<visited>\d+)"
-OWN = re.compile(rf"attention_(?P<kernel>forward|dq|dk_dv)_(?P<mask>packed|causal)_window(?P<window>\d+)_{BLOCKS}")
-COMPOSED = re.compile(rf"composed_heads_(?P<kernel>forward|dmixed|dq|dk_dv)_(?P<heads>\d+)x(?P<width>\d+)_{BLOCKS}")
-POINTER = re.compile(rf"pointer_(?P<kernel>forward|dq|dk)_(?P<width>\d+)_window(?P<window>\d+)_{BLOCKS}")
-SPLASH = re.compile(r"splash_window(?P<window>\d+)_blocks(?P<own>\d+)\b.*splash_mha_(?P<kernel>fwd|dq|dkv)")
+OWN = re.compile(
+    r"attention_(?P<kernel>forward|dq|dk_dv)_(?P<mask>packed|causal)"
+    rf"_window(?P<window>\d+)_{BLOCKS}"
+)
+COMPOSED = re.compile(
+    rf"composed_heads_(?P<kernel>forward|dmixed|dq|dk_dv)_(?P<heads>\d+)x(?P<width>\d+)_{BLOCKS}"
+)
+POINTER = re.compile(
+    rf"pointer_(?P<kernel>forward|dq|dk)_(?P<width>\d+)_window(?P<window>\d+)_{BLOCKS}"
+)
+SPLASH = re.compile(
+    r"splash_window(?P<window>\d+)_blocks(?P<own>\d+)\b.*splash_mha_(?P<kernel>fwd|dq|dkv)"
+)
 BLOCK_MATMULS = {  # of each kernel, for a pair of blocks
     OWN: {"forward": 2, "dq": 3, "dk_dv": 4},
     COMPOSED: {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3},
@@ -60,7 +73,10 @@ class Call(NamedTuple):
     def words(self) -> str:
         """The call in words."""
         way = "backward" if self.backward else "forward"
-        what = f"{self.documents:,} {'documents' if self.packed else 'lanes'} of up to {self.length:,} tokens"
+        what = (
+            f"{self.documents:,} {'documents' if self.packed else 'lanes'} of up to {self.length:,}"
+            " tokens"
+        )
         return f"{way}, {what}, {self.heads} heads of {self.width}, window {self.window or 'none'}"
 
 
@@ -83,12 +99,15 @@ class Blocks(NamedTuple):
 def kind_of(op: Instruction) -> Kind | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
     if match := _match(op):
-        return "attention_forward" if match["kernel"] in ("forward", "fwd") else "attention_backward"
+        return (
+            "attention_forward" if match["kernel"] in ("forward", "fwd") else "attention_backward"
+        )
     return CUDNN.get(op.target)
 
 
 def flops_of(op: Instruction, max_doc_len: int | None) -> float:
-    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention."""
+    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash
+    attention."""
     if match := _match(op):
         return _blocks(op, match, max_doc_len).flops
     config = _fmha(op)
@@ -109,14 +128,18 @@ def call_of(op: Instruction) -> Call:
     slots = int(config["max_seg_per_batch"])
     backward, causal = CUDNN[op.target] == "attention_backward", "CAUSAL" in config["mask_type"]
     window = int(config["sliding_window_length"])
-    return Call(backward, batch * slots, heads, queries, op.arrays[0].dims[-1], slots > 1, causal, window)
+    return Call(
+        backward, batch * slots, heads, queries, op.arrays[0].dims[-1], slots > 1, causal, window
+    )
 
 
 def empty_blocks(op: Instruction) -> int:
-    """Thread blocks of a call of cuDNN's attention that find nothing to do, as many as take an SM to themselves.
+    """Thread blocks of a call of cuDNN's attention that find nothing to do, as many as take an SM
+    to themselves.
 
-    A kernel has one for every tile of queries of every slot for a document, as if each were as long as a row of the
-    arrays; those of as many slots as there are rows have a token. Kernels: see EMPTY_KERNELS.
+    A kernel has one for every tile of queries of every slot for a document, as if each were as long
+    as a row of the arrays; those of as many slots as there are rows have a token. Kernels: see
+    EMPTY_KERNELS.
     """
     if op.target not in CUDNN:
         return 0
@@ -126,24 +149,29 @@ def empty_blocks(op: Instruction) -> int:
     return kernels * (call.documents - rows) * call.heads * -(-call.length // TILE)
 
 
-def workspace_bytes(capability: tuple[int, int], documents: int, heads: int, length: int, width: int) -> int:
-    """Bytes of workspace of cuDNN's backward pass over ``documents`` slots of ``length`` tokens each, packed or not.
+def workspace_bytes(
+    capability: tuple[int, int], documents: int, heads: int, length: int, width: int
+) -> int:
+    """Bytes of workspace of cuDNN's backward pass over ``documents`` slots of ``length`` tokens
+    each, packed or not.
 
-    The sum of dQ, twice before Hopper, and one number a query, fp32. cuDNN itself asks for at most 50 kB and 512 bytes
-    a document more (``make test-cudnn``). The forward pass asks for none.
+    The sum of dQ, twice before Hopper, and one number a query, fp32. cuDNN itself asks for at most
+    50 kB and 512 bytes a document more (``make test-cudnn``). The forward pass asks for none.
     """
     sums = 1 if capability >= (9, 0) else 2
     return 4 * documents * heads * length * (sums * width + 1)
 
 
 def workspace(op: Instruction) -> int:
-    """Bytes of scratch memory of a call of cuDNN's attention: its last result, which nothing reads."""
+    """Bytes of scratch memory of a call of cuDNN's attention: its last result, which nothing
+    reads."""
     last = op.arrays[-1] if op.target in CUDNN else None
     return last.bytes if last and last.dtype == "u8" else 0
 
 
 def read_again(op: Instruction) -> int:
-    """Bytes that a call reads more often than once: splash attention reads a block of two arrays for each pair."""
+    """Bytes that a call reads more often than once: splash attention reads a block of two arrays
+    for each pair."""
     if op.target != TPU or not (match := _match(op)):
         return 0
     blocks = _blocks(op, match, None)
@@ -159,7 +187,8 @@ def _match(op: Instruction) -> re.Match[str] | None:
 
 
 def _blocks(op: Instruction, match: re.Match[str], max_doc_len: int | None) -> Blocks:
-    """The blocks of a call, if all documents have ``max_doc_len`` tokens; own kernels' results are ``[B, T, ...]``."""
+    """The blocks of a call, if all documents have ``max_doc_len`` tokens; own kernels' results are
+    ``[B, T, ...]``."""
     named = match.groupdict()
     own = int(match["own"])
     visited, window = int(named.get("visited", own)), int(named.get("window", 0))
@@ -168,19 +197,27 @@ def _blocks(op: Instruction, match: re.Match[str], max_doc_len: int | None) -> B
         channels = math.prod(rows) * width
     else:
         lanes, length, *rest = op.arrays[0].dims
-        channels = lanes * (math.prod(rest) if match.re is OWN else int(named.get("heads", 1)) * int(match["width"]))
-    document = min(length, max_doc_len or length) if match.re is POINTER or named.get("mask") == "packed" else length
+        channels = lanes * (
+            math.prod(rest) if match.re is OWN else int(named.get("heads", 1)) * int(match["width"])
+        )
+    document = (
+        min(length, max_doc_len or length)
+        if match.re is POINTER or named.get("mask") == "packed"
+        else length
+    )
     if match.re is COMPOSED:  # each block visits one stretch, before the lane and after it too
         pairs = -(-length // own)
     else:
         by_keys = match["kernel"] in ("dk_dv", "dk", "dkv")
-        keys = window + 1 if match.re is POINTER else window or length  # the pointer's do not count the query
+        # the pointer's do not count the query
+        keys = window + 1 if match.re is POINTER else window or length
         pairs = _pairs(by_keys, length, document, keys, own, visited)
     return Blocks(BLOCK_MATMULS[match.re][match["kernel"]], channels, length, own, visited, pairs)
 
 
 def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
-    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and queries ``by_keys``."""
+    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and
+    queries ``by_keys``."""
     pairs = 0
     for start in range(0, length, own):
         end = min(start + own, length)

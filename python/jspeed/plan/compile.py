@@ -1,4 +1,5 @@
-"""Compile the training step of every stage ahead of time for absent GPUs; find the micro-batch that fits in memory."""
+"""Compile the training step of every stage ahead of time for absent GPUs; find the micro-batch that
+fits in memory."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
-WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)(\d+)')  # StableHLO writes a quote as \22
+# StableHLO writes a quote as \22
+WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)(\d+)')
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Step:
     parts: int  # micro-batches
     text: str  # optimised HLO, with this stage's attention windows
     memory: dict[Allocation, int]  # bytes
-    shared: bool = False  # not compiled: that of another stage, or step, which differs in nothing that is read here
+    # not compiled: that of another stage, or step, which differs in nothing that is read here
+    shared: bool = False
     head_chunk: int | None = None  # tokens of a row that the head's loss takes at once; None: all
     remat: bool = False  # whether layers are recomputed for their gradients because memory is short
 
@@ -58,28 +61,38 @@ class TargetPlacement(Placement):
 
 
 def place_on_target(
-    recipe: Recipe, cluster: Cluster, layout: str, axes: dict[str, int] | None = None, micro_batch: int | None = None
+    recipe: Recipe,
+    cluster: Cluster,
+    layout: str,
+    axes: dict[str, int] | None = None,
+    micro_batch: int | None = None,
 ) -> TargetPlacement:
-    """Return the placement of ``recipe`` on ``cluster``, with the attention backend that training takes there.
+    """Return the placement of ``recipe`` on ``cluster``, with the attention backend that training
+    takes there.
 
-    Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`). Raises :class:`BadInput` without a plugin, and
-    as :func:`jspeed.run.compute.division.place` does.
+    Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`). Raises :class:`BadInput`
+    without a plugin, and as :func:`jspeed.run.compute.division.place` does.
     """
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
     device = device_of(mesh, memory=cluster.usable_bytes, recipe=recipe)
     # fa4 asks the live backend, and its kernels carry no shapes to read FLOPs from.
     device = replace(device, attention=device.attention.replace("fa4", "cudnn"))
-    return TargetPlacement(cluster=cluster, **vars(place(recipe, mesh, layout, device, micro_batch)))
+    return TargetPlacement(
+        cluster=cluster, **vars(place(recipe, mesh, layout, device, micro_batch))
+    )
 
 
 def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
-    """Compile each stage's steps as :func:`compile_that_fits` does, as many programs a stage as the recipe's period.
+    """Compile each stage's steps as :func:`compile_that_fits` does, as many programs a stage as the
+    recipe's period.
 
-    Steps of a stage that are alike (:func:`.accumulators.first_alike`) are one program, as in a run. Stages that differ
-    only in attention windows share one, if its StableHLO is that of another of them but for the windows.
+    Steps of a stage that are alike (:func:`.accumulators.first_alike`) are one program, as in a
+    run. Stages that differ only in attention windows share one, if its StableHLO is that of another
+    of them but for the windows.
     """
     period = recipe.period
-    jobs = [(number, first_alike(recipe, stage, phase)) for number, stage in enumerate(recipe.stages)
+    jobs = [(number, first_alike(recipe, stage, phase)) for number, stage in
+    enumerate(recipe.stages)
             for phase in range(period)]  # fmt: skip
     groups: dict[tuple, list[program.Job]] = {}
     for number, phase in dict.fromkeys(jobs):
@@ -105,21 +118,30 @@ def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
     with pretend(placement.cluster.target), ThreadPoolExecutor(cores()) as pool:
         building = {members[-1]: pool.submit(build, members[-1]) for members in groups.values()}
         for *others, last in groups.values():
-            if others and differ_in_windows(recipe, placement, others, last, building[last].result()[1]):
+            if others and differ_in_windows(
+                recipe, placement, others, last, building[last].result()[1]
+            ):
                 compiled |= dict.fromkeys(others, last)
             else:
                 building |= {job: pool.submit(build, job) for job in others}
         steps = {job: result.result()[0] for job, result in building.items()}
     return [
-        with_stage(steps[compiled[job]], stage, shared=compiled[job] != (number // period, number % period))
+        with_stage(
+            steps[compiled[job]], stage, shared=compiled[job] != (number // period, number % period)
+        )
         for number, (job, stage) in enumerate(zip(jobs, stages_by_phase(recipe), strict=True))
     ]
 
 
 def differ_in_windows(
-    recipe: Recipe, placement: TargetPlacement, jobs: Sequence[program.Job], last: program.Job, attempt: Attempt | None
+    recipe: Recipe,
+    placement: TargetPlacement,
+    jobs: Sequence[program.Job],
+    last: program.Job,
+    attempt: Attempt | None,
 ) -> bool:
-    """Whether ``jobs`` differ from ``last``, whose program is ``attempt``'s, in nothing but attention windows.
+    """Whether ``jobs`` differ from ``last``, whose program is ``attempt``'s, in nothing but
+    attention windows.
 
     The first of them is lowered and compared.
     """
@@ -139,7 +161,8 @@ def averages_that_move(recipe: Recipe, stage: Stage, phase: int) -> tuple[bool, 
 
 
 def stages_by_phase(recipe: Recipe) -> list[Stage]:
-    """Return every stage as often as the recipe has phases, with the number of steps that are in each."""
+    """Return every stage as often as the recipe has phases, with the number of steps that are in
+    each."""
     listed, start = [], 0
     for stage in recipe.stages:
         phases = [step % recipe.period for step in range(start, start + stage.steps)]
@@ -156,9 +179,15 @@ def with_stage(step: Step, stage: Stage, shared: bool = True) -> Step:
 
 
 def lower(
-    recipe: Recipe, stage: Stage, placement: TargetPlacement, parts: int, phase: int = -1, head_chunk: int | None = None
+    recipe: Recipe,
+    stage: Stage,
+    placement: TargetPlacement,
+    parts: int,
+    phase: int = -1,
+    head_chunk: int | None = None,
 ) -> jax.stages.Lowered:
-    """Lower one stage's step through the code that training runs, with the workspace that cuDNN asks for on a GPU."""
+    """Lower one stage's step through the code that training runs, with the workspace that cuDNN
+    asks for on a GPU."""
     lowered = program.trace_step(recipe, stage, placement, parts, phase, head_chunk).lower()
     reserve_workspace(lowered, partial(workspace_bytes, placement.cluster.target.capability))
     return lowered
@@ -169,11 +198,14 @@ def add_remat(placement: TargetPlacement) -> TargetPlacement:
     return replace(placement, layout=with_remat(placement.layout))
 
 
-def compile_that_fits(recipe: Recipe, placement: TargetPlacement, number: int, phase: int = -1) -> Attempt:
-    """Compile a stage's step as training would: the first attempt that fits in memory, or the last if none fits.
+def compile_that_fits(
+    recipe: Recipe, placement: TargetPlacement, number: int, phase: int = -1
+) -> Attempt:
+    """Compile a stage's step as training would: the first attempt that fits in memory, or the last
+    if none fits.
 
-    ``number`` is the stage's. Raises :class:`.compiler.DoesNotFit` where a TPU's compiler refuses the last attempt.
-    Call inside :func:`.target.pretend`.
+    ``number`` is the stage's. Raises :class:`.compiler.DoesNotFit` where a TPU's compiler refuses
+    the last attempt. Call inside :func:`.target.pretend`.
     """
     numbers = placement.micro_batches[number]
     for attempt in step_attempts(recipe, recipe.stages[number], placement, numbers, phase):
@@ -185,12 +217,18 @@ def compile_that_fits(recipe: Recipe, placement: TargetPlacement, number: int, p
 
 
 def step_attempts(
-    recipe: Recipe, stage: Stage, placement: TargetPlacement, numbers: Sequence[int], phase: int = -1
+    recipe: Recipe,
+    stage: Stage,
+    placement: TargetPlacement,
+    numbers: Sequence[int],
+    phase: int = -1,
 ) -> Iterator[Attempt]:
     """Yield the attempts of training with each of ``numbers`` of micro-batches."""
 
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
-        return lower(recipe, stage, add_remat(placement) if remat else placement, parts, phase, head_chunk)
+        return lower(
+            recipe, stage, add_remat(placement) if remat else placement, parts, phase, head_chunk
+        )
 
     build = partial(compiler.compiled, device=placement.device, more=without_machine_code())
     measure = partial(compiler.measured, build)
@@ -208,7 +246,14 @@ def read_step(stage: Stage, attempt: Attempt) -> Step:
         "temporaries": sizes.temp_size_in_bytes,
         "peak": attempt.need,
     }
-    return Step(stage, attempt.parts, str(built.as_text()), memory, head_chunk=attempt.head_chunk, remat=attempt.remat)
+    return Step(
+        stage,
+        attempt.parts,
+        str(built.as_text()),
+        memory,
+        head_chunk=attempt.head_chunk,
+        remat=attempt.remat,
+    )
 
 
 def memory_by_kind(step: Step) -> dict[str, int]:
@@ -220,7 +265,11 @@ def memory_by_kind(step: Step) -> dict[str, int]:
     for argument in hlo.arguments(step.text):
         kind = "batch"
         if argument.op_name.startswith("state"):
-            kind = "parameters" if "'params'" in argument.op_name[:20].replace("\\", "") else "optimizer"
+            kind = (
+                "parameters"
+                if "'params'" in argument.op_name[:20].replace("\\", "")
+                else "optimizer"
+            )
         kinds[kind] += argument.bytes
     collectives = [kernel.collective for kernel in step.kernels if kernel.collective]
     gathered = sum(one.bytes for one in collectives if one.kind == "all-gather")
@@ -231,7 +280,10 @@ def memory_by_kind(step: Step) -> dict[str, int]:
 
 def largest_buffers(step: Step) -> list[hlo.Buffer]:
     """The 10 largest arrays, of 64 kB or more, that differ in shape or source."""
-    different = {(buffer.array, buffer.instruction.source): buffer for buffer in hlo.buffers(step.text, 2**16)}
+    different = {
+        (buffer.array, buffer.instruction.source): buffer
+        for buffer in hlo.buffers(step.text, 2**16)
+    }
     return list(different.values())[:10]
 
 
@@ -240,6 +292,8 @@ def _windows(compiled: Stage, stage: Stage) -> dict[int, int] | None:
     if len(compiled.windows) != len(stage.windows):
         return None
     pairs = dict(zip(compiled.windows, stage.windows, strict=True))
-    if any(pairs[there] != here for there, here in zip(compiled.windows, stage.windows, strict=True)):
+    if any(
+        pairs[there] != here for there, here in zip(compiled.windows, stage.windows, strict=True)
+    ):
         return None
     return pairs

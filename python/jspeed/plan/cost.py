@@ -1,8 +1,9 @@
-"""Cost of one step on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives, read from HLO.
+"""Cost of one step on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives,
+read from HLO.
 
-Only matmuls have FLOPs, attention among them (`attention.py`); element-wise work counts as bytes. Each
-array is counted once (concurrent blocks are assumed to share reads through the L2 cache), except splash attention's
-repeated reads.
+Only matmuls have FLOPs, attention among them (`attention.py`); element-wise work counts as bytes.
+Each array is counted once (concurrent blocks are assumed to share reads through the L2 cache),
+except splash attention's repeated reads.
 """
 
 import math
@@ -17,14 +18,15 @@ from jspeed.plan.schema import Kind
 
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
-    "replica-id optimization-barrier add-dependency domain opt-barrier".split()
+    "parameter constant tuple get-tuple-element bitcast while conditional call async after-all"
+    " partition-id replica-id optimization-barrier add-dependency domain opt-barrier".split()
 )
 PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
-ROW_ADAM = 'name = "row_adam"'  # of model/kernels/row_sums.py, which changes some rows of a table in place
+# of model/kernels/row_sums.py, which changes some rows of a table in place
+ROW_ADAM = 'name = "row_adam"'
 ELEMENTWISE = frozenset(
-    "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply negate or power rsqrt "
-    "select sine sqrt subtract tanh".split()
+    "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply"
+    " negate or power rsqrt select sine sqrt subtract tanh".split()
 )
 
 Computations = dict[str, dict[str, Instruction]]  # by name, their instructions by name
@@ -47,7 +49,8 @@ class Kernel(NamedTuple):
 
 @lru_cache(hlo.PROGRAMS)
 def kernels(text: str, max_doc_len: int | None = None) -> tuple[Kernel, ...]:
-    """Return the kernels of a step in schedule order; one in a loop is listed once, with its number of runs.
+    """Return the kernels of a step in schedule order; one in a loop is listed once, with its number
+    of runs.
 
     Of a conditional all branches are counted.
     ``max_doc_len`` bounds the keys of packed attention: every document counts as that long.
@@ -71,7 +74,9 @@ def kernels(text: str, max_doc_len: int | None = None) -> tuple[Kernel, ...]:
             elif collective := collectives.get(op.name):
                 if op.opcode.endswith("-start"):
                     waiting[op.name] = len(found)
-                found.append(Kernel("collective", 0.0, 0.0, "", (), runs, op, collective, len(found) + 1))
+                found.append(
+                    Kernel("collective", 0.0, 0.0, "", (), runs, op, collective, len(found) + 1)
+                )
             elif op.opcode in ("while", "conditional", "call", "async", "async-start"):
                 again = runs * (_trips(op, computations) if op.opcode == "while" else 1)
                 for called in op.calls:
@@ -85,9 +90,11 @@ def kernels(text: str, max_doc_len: int | None = None) -> tuple[Kernel, ...]:
 
 
 def part_of(kernel: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
-    """Name the part of the model that a matmul belongs to: attention, optimizer, or parameters of its shape.
+    """Name the part of the model that a matmul belongs to: attention, optimizer, or parameters of
+    its shape.
 
-    ``matrices`` holds the (in, out) of each parameter by its path. Parameters of one shape are named together.
+    ``matrices`` holds the (in, out) of each parameter by its path. Parameters of one shape are
+    named together.
     """
     if kernel.kind.startswith("attention"):
         return "attention scores"
@@ -101,7 +108,8 @@ def part_of(kernel: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
 
 
 def in_optimizer(op: Instruction) -> bool:
-    """Whether a matmul belongs to the optimizer: it is outside the ``shard_map`` of the forward and backward pass."""
+    """Whether a matmul belongs to the optimizer: it is outside the ``shard_map`` of the forward and
+    backward pass."""
     return bool(op.op_name) and not re.search(r"shard_map|jvp|transpose\(", op.op_name)
 
 
@@ -116,11 +124,13 @@ def matmul_flops(op: Instruction, operands: list[Instruction]) -> tuple[float, t
     return 2.0 * batch * rows * contracted * columns, (batch, rows, contracted, columns)
 
 
-def convolution_flops(op: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
+def convolution_flops(
+    op: Instruction, operands: list[Instruction]
+) -> tuple[float, tuple[int, ...]]:
     """:func:`matmul_flops` of a matmul that the TPU compiler writes as a convolution.
 
-    Batch dimensions are spatial dimensions with output size > 1; contracted dimensions besides the features are
-    spatial dimensions with output size 1.
+    Batch dimensions are spatial dimensions with output size > 1; contracted dimensions besides the
+    features are spatial dimensions with output size 1.
     """
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match, op.attributes
@@ -136,29 +146,39 @@ def convolution_flops(op: Instruction, operands: list[Instruction]) -> tuple[flo
 MATMUL_OPS = {"dot": matmul_flops, "convolution": convolution_flops}
 
 
-def _kernel(op: Instruction, computations: Computations, runs: int, max_doc_len: int | None) -> Kernel:
+def _kernel(
+    op: Instruction, computations: Computations, runs: int, max_doc_len: int | None
+) -> Kernel:
     inside = computations[op.computation]
     operands = [inside[name] for name in op.operands if name in inside]
     moved = float(_bytes_moved(op, operands, computations))
     if kind := attention.kind_of(op):
         flops = attention.flops_of(op, max_doc_len)
-        dtype = "bf16" if op.target in (attention.TPU, attention.TRITON) else _dtype(op.arrays[0].dtype)
+        dtype = (
+            "bf16" if op.target in (attention.TPU, attention.TRITON) else _dtype(op.arrays[0].dtype)
+        )
         moved += attention.read_again(op) - attention.workspace(op)
-        return Kernel(kind, flops, moved, dtype, (), runs, op, empty_blocks=attention.empty_blocks(op))
+        return Kernel(
+            kind, flops, moved, dtype, (), runs, op, empty_blocks=attention.empty_blocks(op)
+        )
     flops, dims, dtype = _matmul(op, operands, computations)
     if flops:
-        return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, runs, op)
+        return Kernel(
+            "fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, runs, op
+        )
     return Kernel("fusion" if op.opcode == "fusion" else "other", 0.0, moved, "", (), runs, op)
 
 
 def _matmul(
     op: Instruction, operands: list[Instruction], computations: Computations
 ) -> tuple[float, tuple[int, ...], str]:
-    """FLOPs, dims and dtype of a matmul, of a fusion's matmuls together (dims: the last), or of a kernel of our own."""
+    """FLOPs, dims and dtype of a matmul, of a fusion's matmuls together (dims: the last), or of a
+    kernel of our own."""
     if op.target.startswith("mosaic_gpu") and (sizes := _own_matmul(op, operands)):
         return 2.0 * math.prod(sizes), sizes, _dtype(operands[0].arrays[0].dtype)
     dots = [op]
-    if op.opcode == "fusion":  # from JAX 0.12 on cuBLAS's are in fusions too, with the slice of a bank that they read
+    # from JAX 0.12 on cuBLAS's are in fusions too, with the slice of a bank that they read
+    if op.opcode == "fusion":
         dots = [inner for name in op.calls for inner in computations.get(name, {}).values()]
     flops, dtype = 0.0, ""
     dims: tuple[int, ...] = ()
@@ -172,18 +192,22 @@ def _matmul(
 
 
 def _own_matmul(op: Instruction, operands: list[Instruction]) -> tuple[int, ...] | None:
-    """(1, rows, contracted, columns) of a kernel of fused_mlp.py, by its shapes: [N, K] times [K, F] or [F, K]."""
+    """(1, rows, contracted, columns) of a kernel of fused_mlp.py, by its shapes: [N, K] times [K,
+    F] or [F, K]."""
     if len(operands) < 2 or any(len(operand.arrays[0].dims) != 2 for operand in operands[:2]):
         return None
     (rows, contracted), right = operands[0].arrays[0].dims, operands[1].arrays[0].dims
-    for columns in (right[1],) if right[0] == contracted else (right[0],) if right[1] == contracted else ():
+    for columns in (
+        (right[1],) if right[0] == contracted else (right[0],) if right[1] == contracted else ()
+    ):
         if op.arrays[0].dims == (rows, columns):
             return 1, rows, contracted, columns
     return None
 
 
 def _bytes_moved(op: Instruction, operands: list[Instruction], computations: Computations) -> int:
-    """Bytes read and written, off the chip. Where a fusion slices an array or updates it in place, only that counts."""
+    """Bytes read and written, off the chip. Where a fusion slices an array or updates it in place,
+    only that counts."""
     written, read = op.bytes_off_chip, [operand.bytes_off_chip for operand in operands]
     if op.opcode == "copy-start":  # its result is the copy, and what is copied
         return written
@@ -198,7 +222,8 @@ def _bytes_moved(op: Instruction, operands: list[Instruction], computations: Com
     if op.opcode == "fusion" and op.calls and (body := computations.get(op.calls[0])):
         used = _bytes_of_arguments(body, computations)
         read = [min(size, used.get(number, size)) for number, size in enumerate(read)]
-        for inner in body.values():  # an update in place writes its update alone; a scatter reads and writes rows
+        # an update in place writes its update alone; a scatter reads and writes rows
+        for inner in body.values():
             if inner.opcode in ("dynamic-update-slice", "scatter"):
                 update = body[inner.operands[1 if inner.opcode == "dynamic-update-slice" else 2]]
                 written += update.bytes - inner.bytes
@@ -213,7 +238,11 @@ def _bytes_of_arguments(body: dict[str, Instruction], computations: Computations
             users.setdefault(operand, []).append(inner)
     known: dict[str, int] = {}
     for inner in body.values():  # fusions in a fusion, of TPUs
-        if inner.opcode == "fusion" and inner.calls and (within := computations.get(inner.calls[0])):
+        if (
+            inner.opcode == "fusion"
+            and inner.calls
+            and (within := computations.get(inner.calls[0]))
+        ):
             used = _bytes_of_arguments(within, computations)
             for number, name in enumerate(inner.operands):
                 if users[name] == [inner] and inner.operands.count(name) == 1 and number in used:
@@ -223,7 +252,10 @@ def _bytes_of_arguments(body: dict[str, Instruction], computations: Computations
 
 
 def _bytes_used(
-    op: Instruction, users: dict[str, list[Instruction]], body: dict[str, Instruction], known: dict[str, int]
+    op: Instruction,
+    users: dict[str, list[Instruction]],
+    body: dict[str, Instruction],
+    known: dict[str, int],
 ) -> int:
     """Bytes of ``op``, an argument or an instruction of a fusion, that its users read."""
     if op.name in known:
@@ -236,7 +268,9 @@ def _bytes_used(
             continue
         elif user.opcode == "scatter" and user.operands[0] == op.name:
             total += body[user.operands[2]].bytes
-        elif user.opcode == "bitcast" or (user.opcode in ELEMENTWISE and user.arrays[0].dims == op.arrays[0].dims):
+        elif user.opcode == "bitcast" or (
+            user.opcode in ELEMENTWISE and user.arrays[0].dims == op.arrays[0].dims
+        ):
             total += _bytes_used(user, users, body, known) * op.bytes // max(1, user.bytes)
         else:
             total = op.bytes
@@ -252,7 +286,8 @@ def _computations(text: str) -> Computations:
 
 
 def _dot_numbers(op: Instruction) -> dict[str, list[int]]:
-    """Contracted and batch dimensions, as a dot writes them ({1}) or as a cuBLAS call does (["1"])."""
+    """Contracted and batch dimensions, as a dot writes them ({1}) or as a cuBLAS call does
+    (["1"])."""
     numbers = {}
     for key in ("lhs_contracting", "lhs_batch"):
         match = re.search(key + r'_dim(?:ension)?s"?[=:]\s*[{\[]([^}\]]*)[}\]]', op.attributes)
@@ -263,8 +298,8 @@ def _dot_numbers(op: Instruction) -> dict[str, list[int]]:
 def _trips(op: Instruction, computations: Computations) -> int:
     """How often a loop runs: what XLA found out, or 1.
 
-    A TPU's compiler does not write what it found out: there it is the constant below which a loop goes on, since those
-    of JAX count from 0.
+    A TPU's compiler does not write what it found out: there it is the constant below which a loop
+    goes on, since those of JAX count from 0.
     """
     if match := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', op.attributes):
         return int(match[1])
@@ -273,7 +308,9 @@ def _trips(op: Instruction, computations: Computations) -> int:
     *_, last = [None, *condition.values()]
     if last is None or "direction=LT" not in last.attributes:
         return 1
-    limits = [condition[name].number for name in last.operands if condition[name].opcode == "constant"]
+    limits = [
+        condition[name].number for name in last.operands if condition[name].opcode == "constant"
+    ]
     return limits[0] if limits and limits[0] > 0 else 1
 
 

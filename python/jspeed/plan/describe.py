@@ -1,11 +1,19 @@
-"""A compiled step as plain values: a stage of a plan, or the bytes that it moves in device memory by source line."""
+"""A compiled step as plain values: a stage of a plan, or the bytes that it moves in device memory
+by source line."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 from jspeed.plan import attention, hlo, predict
-from jspeed.plan.compile import Step, TargetPlacement, compile_that_fits, largest_buffers, memory_by_kind, read_step
+from jspeed.plan.compile import (
+    Step,
+    TargetPlacement,
+    compile_that_fits,
+    largest_buffers,
+    memory_by_kind,
+    read_step,
+)
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
 from jspeed.plan.target import DataSheet, pretend
@@ -14,7 +22,9 @@ from jspeed.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
 
 
-def describe_stage(recipe: Recipe, placement: TargetPlacement, number: int, step: Step) -> StagePlan:
+def describe_stage(
+    recipe: Recipe, placement: TargetPlacement, number: int, step: Step
+) -> StagePlan:
     """One stage of the plan, or one of a stage's programs: the ``number``-th."""
     cluster, stage, kernels = placement.cluster, step.stage, step.kernels
     total, collectives = predict.simulate(kernels, cluster)
@@ -48,7 +58,9 @@ def describe_stage(recipe: Recipe, placement: TargetPlacement, number: int, step
         "compiled": not step.shared,
         "memory_bytes": step.memory,
         "memory_by_kind": memory_by_kind(step),
-        "attention_workspace_bytes": max((attention.workspace(k.instruction) for k in computing), default=0),
+        "attention_workspace_bytes": max(
+            (attention.workspace(k.instruction) for k in computing), default=0
+        ),
         "largest_buffers": largest,
         "flops": sum(kernel.runs * kernel.flops for kernel in computing),
         "flops_by_dtype": by_dtype,
@@ -56,7 +68,9 @@ def describe_stage(recipe: Recipe, placement: TargetPlacement, number: int, step
         "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
         "bytes_moved": sum(kernel.runs * kernel.bytes for kernel in computing),
         "kernels": {
-            kind: sum(k.runs for k in computing if k.kind == kind) for kind in get_args(Kind) if kind != "collective"
+            kind: sum(k.runs for k in computing if k.kind == kind)
+            for kind in get_args(Kind)
+            if kind != "collective"
         },
         "collectives": describe_collectives(kernels, collectives, placement),
         "time_ms": {name: 1e3 * seconds for name, seconds in total._asdict().items()},
@@ -69,23 +83,31 @@ def describe_stage(recipe: Recipe, placement: TargetPlacement, number: int, step
 def stage_name(recipe: Recipe, number: int) -> str:
     """Name the ``number``-th program, of which a stage has as many as the recipe's period."""
     stage, phase = divmod(number - 1, recipe.period)
-    return f"stage {stage + 1}" + (f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else "")
+    return f"stage {stage + 1}" + (
+        f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else ""
+    )
 
 
 def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:
-    """(in, out) of every parameter that multiplies in a step of ``stage``; of a head, the rows that are scored."""
+    """(in, out) of every parameter that multiplies in a step of ``stage``; of a head, the rows that
+    are scored."""
     shapes = {
         path: scored_shape(spec, stage)
         for path, spec in leaves(recipe.parameters)
-        if len(spec.shape) >= 2 and spec.size >= 2**12 and (is_matrix(spec) or "head" not in recipe.parameters)
+        if len(spec.shape) >= 2
+        and spec.size >= 2**12
+        and (is_matrix(spec) or "head" not in recipe.parameters)
     }
     return {path: (shape[-2], shape[-1]) for path, shape in shapes.items()}
 
 
 def describe_collectives(
-    kernels: Sequence[Kernel], seconds: Mapping[int, tuple[float, float]], placement: TargetPlacement
+    kernels: Sequence[Kernel],
+    seconds: Mapping[int, tuple[float, float]],
+    placement: TargetPlacement,
 ) -> list[CollectiveRow]:
-    """Every collective, in schedule order; ``seconds`` as :func:`jspeed.plan.predict.simulate` returns them."""
+    """Every collective, in schedule order; ``seconds`` as :func:`jspeed.plan.predict.simulate`
+    returns them."""
     rows: list[CollectiveRow] = []
     mesh = dict(placement.mesh.shape)
     for index, (takes, exposed) in seconds.items():
@@ -104,7 +126,10 @@ def describe_collectives(
                 "dtype": collective.arrays[0].dtype,
                 "ms": 1e3 * takes / kernel.runs,
                 "compute_ms_between": 1e3
-                * sum(max(predict.kernel_seconds(k, placement.cluster.target.data_sheet)) for k in beside),
+                * sum(
+                    max(predict.kernel_seconds(k, placement.cluster.target.data_sheet))
+                    for k in beside
+                ),
                 "exposed_ms": 1e3 * exposed / kernel.runs,
                 "source": hlo.file_and_line(collective.instruction.source),
             }
@@ -113,7 +138,8 @@ def describe_collectives(
 
 
 def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
-    """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
+    """Compile the step of the last stage that updates all parameters: sums of what it moves, and
+    :func:`by_line`."""
     with pretend(placement.cluster.target):
         step = read_step(recipe.stages[-1], compile_that_fits(recipe, placement, -1))
     stage = describe_stage(recipe, placement, 1, step)
@@ -134,7 +160,8 @@ def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
 
 
 def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
-    """Return what the kernels of each source line cost, most bytes first; collectives are left out."""
+    """Return what the kernels of each source line cost, most bytes first; collectives are left
+    out."""
     rows: dict[tuple[str, str, str], LineRow] = {}
     for kernel in kernels:
         if kernel.collective:
@@ -143,7 +170,14 @@ def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
         pass_ = pass_of(kernel.instruction.op_name)
         row = rows.setdefault(
             (source, pass_, kernel.kind),
-            {"source": source, "pass": pass_, "kind": kernel.kind, "kernels": 0, "bytes": 0.0, "seconds": 0.0},
+            {
+                "source": source,
+                "pass": pass_,
+                "kind": kernel.kind,
+                "kernels": 0,
+                "bytes": 0.0,
+                "seconds": 0.0,
+            },
         )
         row["kernels"] += kernel.runs
         row["bytes"] += kernel.runs * kernel.bytes
@@ -152,5 +186,6 @@ def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
 
 
 def pass_of(op_name: str) -> Pass:
-    """Which pass JAX's path of an operation belongs to: ``jvp(...)`` is forward, ``transpose(jvp(...))`` backward."""
+    """Which pass JAX's path of an operation belongs to: ``jvp(...)`` is forward,
+    ``transpose(jvp(...))`` backward."""
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "rest"

@@ -13,17 +13,32 @@ import numpy as np
 
 from jspeed.cores import cores
 
-# bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout: {1,0:T(8,128)S(1)}.
+# bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout:
+# {1,0:T(8,128)S(1)}.
 ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{[^{}]*S\((\d+)\)\})?")
 VMEM = "1"  # of a TPU, on the chip
 PROGRAMS = 64  # of which answers are kept: a plan asks again for every stage that shares a program
-CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
-KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")  # of TPUs: an instruction in three lines
-COLLECTIVES = frozenset(
-    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
+CALLED = re.compile(
+    r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
 )
-# Instructions that allocate no memory: their results are arguments, views, or the buffers of their bodies.
-NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async"}
+# of TPUs: an instruction in three lines
+KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")
+COLLECTIVES = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute"
+    " collective-broadcast".split()
+)
+# Instructions that allocate no memory: their results are arguments, views, or the buffers of their
+# bodies.
+NO_BUFFER = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "async",
+}
 
 
 class Array(NamedTuple):
@@ -55,7 +70,8 @@ class Instruction(NamedTuple):
     computation: str
     attributes: str  # all of the text after the operands
     asynchronous: bool = False  # a start and a done, merged by :func:`paired`
-    number: int = -1  # of a parameter: which argument of its computation it is; of a whole constant: its value
+    # of a parameter: which argument of its computation it is; of a whole constant: its value
+    number: int = -1
 
     @property
     def bytes(self) -> int:
@@ -72,9 +88,13 @@ class Collective(NamedTuple):
     """One collective; its start and its done are one."""
 
     kind: str  # one of COLLECTIVES
-    arrays: tuple[Array, ...]  # results on one device; more than one when the compiler combined several
-    bytes: int  # on one device: the input of a reduce-scatter, the output of the others (permute, all-to-all too)
-    members: tuple[int, ...]  # devices of the first replica group; of a permute: the first chain of its pairs
+    # results on one device; more than one when the compiler combined several
+    arrays: tuple[Array, ...]
+    # on one device: the input of a reduce-scatter, the output of the others (permute, all-to-all
+    # too)
+    bytes: int
+    # devices of the first replica group; of a permute: the first chain of its pairs
+    members: tuple[int, ...]
     overlaps: bool  # asynchronous: kernels may run between its start and its done
     instruction: Instruction
 
@@ -96,9 +116,11 @@ class Buffer(NamedTuple):
     instruction: Instruction
 
 
-@lru_cache(maxsize=max(2, cores()))  # a plan reads a program on each core, and asks several things of each
+# a plan reads a program on each core, and asks several things of each
+@lru_cache(maxsize=max(2, cores()))
 def instructions(text: str) -> tuple[Instruction, ...]:
-    """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
+    """Return the instructions of all computations, in the order of the text (the schedule, if it is
+    scheduled)."""
     text = KERNEL_METADATA.sub(r"kernel_metadata={\1}", text)
     frames = _source_lines(text)
     listed, computation = [], ""
@@ -111,10 +133,12 @@ def instructions(text: str) -> tuple[Instruction, ...]:
 
 
 def running(text: str) -> list[Instruction]:
-    """Return the instructions outside of fusions: of the entry and of every loop, branch and call it reaches.
+    """Return the instructions outside of fusions: of the entry and of every loop, branch and call
+    it reaches.
 
-    A start and its done are one (:func:`paired`). What is inside a fusion, or applied to elements (the addition of
-    a reduction), is left out: it takes no memory of its own. A loop's body is here once, however often it runs.
+    A start and its done are one (:func:`paired`). What is inside a fusion, or applied to elements
+    (the addition of a reduction), is left out: it takes no memory of its own. A loop's body is here
+    once, however often it runs.
     """
     computations: dict[str, list[Instruction]] = {}
     for instruction in paired(instructions(text)):
@@ -128,7 +152,8 @@ def running(text: str) -> list[Instruction]:
 
 
 def paired(ops: Sequence[Instruction]) -> list[Instruction]:
-    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the start."""
+    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the
+    start."""
     origin: dict[str, str] = {}  # of a done or update -> its start
     results: dict[str, tuple[Array, ...]] = {}
     for op in ops:
@@ -136,9 +161,13 @@ def paired(ops: Sequence[Instruction]) -> list[Instruction]:
             origin[op.name] = origin.get(op.operands[0], op.operands[0])
             results[origin[op.name]] = op.arrays
     return [
-        op._replace(opcode=op.opcode.removesuffix("-start"), arrays=results[op.name], asynchronous=True)
-        if op.opcode.endswith("-start")
-        else op
+        (
+            op._replace(
+                opcode=op.opcode.removesuffix("-start"), arrays=results[op.name], asynchronous=True
+            )
+            if op.opcode.endswith("-start")
+            else op
+        )
         for op in ops
         if op.name not in origin
     ]
@@ -162,7 +191,9 @@ def collectives(text: str) -> list[Collective]:
         if op.opcode in COLLECTIVES:
             members = _members(op.attributes, devices)
             whole = op.bytes * (len(members) if op.opcode == "reduce-scatter" else 1)
-            overlaps = (op.asynchronous or op.computation in wrapped) and '"is_sync":true' not in op.attributes
+            overlaps = (
+                op.asynchronous or op.computation in wrapped
+            ) and '"is_sync":true' not in op.attributes
             listed.append(Collective(op.opcode, op.arrays, whole, members, overlaps, op))
     return listed
 
@@ -171,15 +202,19 @@ def collectives(text: str) -> list[Collective]:
 def arguments(text: str) -> tuple[Instruction, ...]:
     """Return the arguments of the program."""
     main = entry(text)
-    return tuple(op for op in instructions(text) if op.opcode == "parameter" and op.computation == main)
+    return tuple(
+        op for op in instructions(text) if op.opcode == "parameter" and op.computation == main
+    )
 
 
 @lru_cache(PROGRAMS)
 def buffers(text: str, at_least_bytes: int = 1) -> tuple[Buffer, ...]:
-    """Return the arrays that running instructions write, of ``at_least_bytes`` bytes each, largest first.
+    """Return the arrays that running instructions write, of ``at_least_bytes`` bytes each, largest
+    first.
 
-    Arguments are not among them. Two of them can share memory when they are not needed at the same time, and an
-    in-place update is listed although it writes into its operand: for the peak ask ``memory_analysis()``.
+    Arguments are not among them. Two of them can share memory when they are not needed at the same
+    time, and an in-place update is listed although it writes into its operand: for the peak ask
+    ``memory_analysis()``.
     """
     found = [
         Buffer(array, op)
@@ -221,24 +256,38 @@ def _called(attributes: str) -> Iterator[str]:
     """Names after calls=, body= and the like: ``%name`` or ``{%name, %name}``."""
     for match in CALLED.finditer(attributes):
         rest = attributes[match.end() :]
-        listed = rest[1 : rest.index("}")] if rest.startswith("{") else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        listed = (
+            rest[1 : rest.index("}")]
+            if rest.startswith("{")
+            else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        )
         yield from (name.strip().removeprefix("%") for name in listed.split(","))
 
 
 def _members(attributes: str, devices: int) -> tuple[int, ...]:
-    """Devices of the first replica group, which is written in one of four ways; an empty list means all ``devices``."""
+    """Devices of the first replica group, which is written in one of four ways; an empty list means
+    all ``devices``."""
     _, found, rest = attributes.partition("replica_groups=")
     if found and (listed := re.match(r"\{\{([\d,]+)\}", rest)):  # {{0,1},{2,3}}
         return tuple(map(int, listed[1].split(",")))
     # [groups,size]<=[dims]T(order)
     if found and (iota := re.match(r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)):
-        dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups()[1:])
+        dims, order = (
+            [int(n) for n in part.split(",")] if part else None for part in iota.groups()[1:]
+        )
         assert dims
-        return tuple(map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).flat[: int(iota[1])]))
-    if found and rest.startswith("mesh["):  # mesh['data'=4,'model'=2] {'data'}; part of an axis: 'data':(before)size
-        axes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")])}
+        return tuple(
+            map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).flat[: int(iota[1])])
+        )
+    # mesh['data'=4,'model'=2] {'data'}; part of an axis: 'data':(before)size
+    if found and rest.startswith("mesh["):
+        axes = {
+            axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")])
+        }
         members = np.zeros(1, int)
-        named = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", rest[rest.index("{") + 1 : rest.index("}")])
+        named = re.findall(
+            r"'(\w+)'(?::\((\d+)\)(\d+))?", rest[rest.index("{") + 1 : rest.index("}")]
+        )
         for axis, before, part in named:
             stride = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
             size = int(part or axes[axis])
@@ -277,7 +326,8 @@ def _source_lines(text: str) -> dict[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Index just past the parenthesis that closes the first one of ``text``, quoted text not counted."""
+    """Index just past the parenthesis that closes the first one of ``text``, quoted text not
+    counted."""
     depth, quoted = 0, False
     for index, char in enumerate(text):
         if char == '"':

@@ -36,18 +36,27 @@ from jspeed.sizes import parameter_count, scored_heads
 
 BOUNDS = [
     "memory is what the compiler allocates: exact for its program, without fragmentation",
-    "FLOPs of matmuls are exact; those of attention are an upper bound: every document counts as long as the recipe "
-    "allows",
+    (
+        "FLOPs of matmuls are exact; those of attention are an upper bound: every document counts"
+        " as long as the recipe allows"
+    ),
     "no kernel is faster than its FLOPs at the peak rate or its bytes at the bandwidth",
     "training also compiles the evaluation, which is not planned",
 ]
 GUESSES = [
-    "fraction of the peak that a kernel reaches: " + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
-    "step time over roofline: one factor, fitted on published times of other programs for the same schedules",
+    "fraction of the peak that a kernel reaches: "
+    + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
+    (
+        "step time over roofline: one factor, fitted on published times of other programs for the"
+        " same schedules"
+    ),
     f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
     "communication time: bytes over bandwidth, and between nodes a latency for every node",
-    f"{1e6 * predict.GAP:g} us between kernels (in CUDA graphs; {1e6 * predict.GAP_WITHOUT_GRAPHS:g} without), and "
-    f"{1e6 * predict.EMPTY_BLOCK:g} us of an SM for each block of attention that finds nothing to do",
+    (
+        f"{1e6 * predict.GAP:g} us between kernels (in CUDA graphs;"
+        f" {1e6 * predict.GAP_WITHOUT_GRAPHS:g} without), and {1e6 * predict.EMPTY_BLOCK:g} us of"
+        " an SM for each block of attention that finds nothing to do"
+    ),
     "the price",
 ]
 
@@ -55,13 +64,16 @@ GUESSES = [
 def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
     """Compile every stage of a recipe for its ``placement`` and return the plan.
 
-    The micro-batch is the one that training would find: the one that was asked for, or the first that fits. That the
-    recipe needs too much memory is in the plan. Raises :class:`BadInput` where the compiler refuses a step for it.
+    The micro-batch is the one that training would find: the one that was asked for, or the first
+    that fits. That the recipe needs too much memory is in the plan. Raises :class:`BadInput` where
+    the compiler refuses a step for it.
     """
     recipe, cluster = loaded.recipe, placement.cluster
     steps = compile_stages(recipe, placement)
     last = add_remat(placement) if steps[-1].remat else placement
-    stages = [describe_stage(recipe, placement, number, step) for number, step in enumerate(steps, 1)]
+    stages = [
+        describe_stage(recipe, placement, number, step) for number, step in enumerate(steps, 1)
+    ]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
     problems, matmuls = find_problems(recipe, last, steps[-1], stages)
@@ -95,23 +107,36 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
         "fitted_seconds": sum(s["steps"] * s["fitted_ms"] for s in stages) / 1e3,
-        "bottlenecks": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
+        "bottlenecks": predict.bottlenecks(
+            [(step.stage.steps, step.kernels) for step in steps], cluster
+        ),
         "predicted_cost": {
             "currency": "USD",
             "per_device_hour": price,
             "low": seconds[0] / 3600 * price * cluster.devices,
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
-        "cudnn": answers
-        and {
-            "version": answers.version,
-            "calls": [{"call": call.words, **one._asdict()} for call, one in answers.by_call.items()],
-        },
+        "cudnn": (
+            answers
+            and {
+                "version": answers.version,
+                "calls": [
+                    {"call": call.words, **one._asdict()} for call, one in answers.by_call.items()
+                ],
+            }
+        ),
         "findings": [problem._asdict() for problem in problems],
         "matmuls": matmuls,
-        "warnings": warnings(placement, steps, max(stage["attention_workspace_bytes"] for stage in stages), answers)
-        + ([] if fits else [summary])
-        + [f"{f.name}: {f.text}" for f in problems if f.level != "note"],
+        "warnings": (
+            warnings(
+                placement,
+                steps,
+                max(stage["attention_workspace_bytes"] for stage in stages),
+                answers,
+            )
+            + ([] if fits else [summary])
+            + [f"{f.name}: {f.text}" for f in problems if f.level != "note"]
+        ),
         "bounds": BOUNDS,
         "guesses": GUESSES,
     }
@@ -120,20 +145,29 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
 def find_problems(
     recipe: Recipe, placement: TargetPlacement, step: Step, stages: Sequence[StagePlan]
 ) -> tuple[list[findings.Finding], list[MatmulRow]]:
-    """Examine the last ``step`` and the stage with most exposed communication: (findings, matmuls of the step)."""
+    """Examine the last ``step`` and the stage with most exposed communication: (findings, matmuls
+    of the step)."""
     mesh = placement.mesh
 
     def traced(mesh: Mesh, parts: int) -> Any:
         """The jaxpr of the last stage's step over ``parts`` micro-batches, on ``mesh``."""
         with pretend(placement.cluster.target):
-            return program.trace_step(recipe, recipe.stages[-1], replace(placement, mesh=mesh), parts).jaxpr
+            return program.trace_step(
+                recipe, recipe.stages[-1], replace(placement, mesh=mesh), parts
+            ).jaxpr
 
     # On a single device, in micro-batches as large as those of the plan.
-    ideal = traced(make_mesh({"data": 1}, list(mesh.devices.flat[:1])), step.parts * mesh.shape["data"])
+    ideal = traced(
+        make_mesh({"data": 1}, list(mesh.devices.flat[:1])), step.parts * mesh.shape["data"]
+    )
     matmuls = findings.matmuls(step.kernels, findings.ideal_flops(ideal), placement.cluster.devices)
     specs = dict(leaves(partitions(recipe.parameters, placement.layout, mesh)))
-    narrow = max((rows for rows, size in scored_heads(recipe, step.stage) if size < 4), default=None)
-    worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
+    narrow = max(
+        (rows for rows, size in scored_heads(recipe, step.stage) if size < 4), default=None
+    )
+    worst = max(
+        stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"]
+    )
     problems = [
         *findings.redundant(matmuls, step.kernels),
         *findings.mesh_axis_use(specs, batch_rows(mesh).spec, dict(mesh.shape)),
@@ -149,15 +183,21 @@ def find_problems(
 
 
 def ask_cudnn(steps: Sequence[Step], target: Target) -> cudnn.Answers | None:
-    """What the real cuDNN says of the steps' attention, where it is installed for plans and there is such attention."""
+    """What the real cuDNN says of the steps' attention, where it is installed for plans and there
+    is such attention."""
     if (site := cudnn.wheels_folder()) is None:
         return None
-    calls = cudnn.attention_calls(kernel.instruction for step in steps if not step.shared for kernel in step.kernels)
+    calls = cudnn.attention_calls(
+        kernel.instruction for step in steps if not step.shared for kernel in step.kernels
+    )
     return cudnn.ask(site, target, calls) if calls else None
 
 
-def memory_summary(recipe: Recipe, placement: TargetPlacement, steps: Sequence[Step]) -> tuple[bool, str]:
-    """Return (whether every stage fits, a summary): what it needs, or what would fit, found by compiling."""
+def memory_summary(
+    recipe: Recipe, placement: TargetPlacement, steps: Sequence[Step]
+) -> tuple[bool, str]:
+    """Return (whether every stage fits, a summary): what it needs, or what would fit, found by
+    compiling."""
     worst = max(steps, key=lambda step: step.memory["peak"])
     need, limit = worst.memory["peak"], placement.limit
     device_tokens = recipe.tokens_per_step(worst.stage) // placement.mesh.shape["data"]
@@ -172,25 +212,48 @@ def memory_summary(recipe: Recipe, placement: TargetPlacement, steps: Sequence[S
         how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}{remat}"
         return True, f"fits: {need / 1e9:.1f} of {available} a device with {how}"
     problem = (
-        f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {available}"
+        f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and"
+        f" there are {available}"
     )
-    numbers = [parts for parts in divisions(recipe, worst.stage, placement.mesh) if parts > worst.parts]
+    numbers = [
+        parts for parts in divisions(recipe, worst.stage, placement.mesh) if parts > worst.parts
+    ]
     with pretend(placement.cluster.target):
-        smaller = next((one for one in step_attempts(recipe, worst.stage, placement, numbers) if one.fits(limit)), None)
+        smaller = next(
+            (
+                one
+                for one in step_attempts(recipe, worst.stage, placement, numbers)
+                if one.fits(limit)
+            ),
+            None,
+        )
     if smaller:
-        flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
-        return False, f"{problem}; {flag}{device_tokens // smaller.parts} needs {smaller.need / 1e9:.1f} GB and fits"
+        flag = (
+            "--micro-batch "
+            if len({stage.lane_len for stage in recipe.stages}) == 1
+            else "a micro-batch of "
+        )
+        return (
+            False,
+            (
+                f"{problem}; {flag}{device_tokens // smaller.parts} needs {smaller.need / 1e9:.1f}"
+                " GB and fits"
+            ),
+        )
     if need <= USABLE * 0.95 * device_bytes and not placement.cluster.target.tpu:
         return False, f"{problem}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
         False,
-        f"{problem}; this is the smallest micro-batch of lanes of {worst.stage.lane_len:,} tokens: shorten them with "
-        "--set, or use more or larger devices",
+        (
+            f"{problem}; this is the smallest micro-batch of lanes of {worst.stage.lane_len:,}"
+            " tokens: shorten them with --set, or use more or larger devices"
+        ),
     )
 
 
 def candidates(recipe: Recipe, cluster: Cluster) -> Iterator[TargetPlacement]:
-    """Yield ``cluster`` in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
+    """Yield ``cluster`` in every layout that fits ``recipe``, with 2 along the axis that it needs
+    besides ``data``."""
     for layout, how in LAYOUTS.items():
         over = sorted(set(how.rules.values()) - {"data"})
         if over and cluster.devices % 2:
@@ -203,22 +266,31 @@ def candidates(recipe: Recipe, cluster: Cluster) -> Iterator[TargetPlacement]:
 def search(loaded: LoadedRecipe, candidates: Iterable[TargetPlacement]) -> list[SearchRow]:
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
-    The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
-    layers are alike, remat is tried.
+    The first micro-batch is the one that training would choose, then smaller ones until one fits.
+    If none does and all layers are alike, remat is tried.
     """
     rows = []
     for placement in candidates:
         tried = list(search_layout(loaded.recipe, placement))
         plain = [row for row in tried if row["fits"] and row["layout"] == placement.layout]
         if not plain and loaded.recipe.alike:
-            tried = [row for row in tried if row["layout"] == placement.layout]  # with remat the largest, not the last
+            # with remat the largest, not the last
+            tried = [row for row in tried if row["layout"] == placement.layout]
             tried += search_layout(loaded.recipe, add_remat(placement))
         rows += tried
-    return sorted(rows, key=lambda row: (not row["fits"], (row["predicted_ms"] or [math.inf])[0], row["peak_bytes"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            not row["fits"],
+            (row["predicted_ms"] or [math.inf])[0],
+            row["peak_bytes"],
+        ),
+    )
 
 
 def search_layout(recipe: Recipe, placement: TargetPlacement) -> Iterator[SearchRow]:
-    """Compile the last stage's step as training would, with ever smaller micro-batches, and yield a row for each try.
+    """Compile the last stage's step as training would, with ever smaller micro-batches, and yield a
+    row for each try.
 
     It ends with the first that fits.
     """
@@ -228,7 +300,9 @@ def search_layout(recipe: Recipe, placement: TargetPlacement) -> Iterator[Search
         for attempt in step_attempts(recipe, last, placement, placement.micro_batches[-1]):
             fits, predicted = attempt.fits(placement.limit), None
             if attempt.step:
-                seconds = predict.simulate(read_step(last, attempt).kernels, placement.cluster)[0].fitted
+                seconds = predict.simulate(read_step(last, attempt).kernels, placement.cluster)[
+                    0
+                ].fitted
                 predicted = [1e3 * edge for edge in predict.predicted_range(seconds)]
             yield {
                 "layout": with_remat(placement.layout) if attempt.remat else placement.layout,
@@ -246,36 +320,50 @@ def search_layout(recipe: Recipe, placement: TargetPlacement) -> Iterator[Search
 def warnings(
     placement: TargetPlacement, steps: Sequence[Step], workspace: int, answers: cudnn.Answers | None
 ) -> list[str]:
-    """Limits of this plan: shared programs, attention backend with its ``workspace`` in bytes, autotuning."""
+    """Limits of this plan: shared programs, attention backend with its ``workspace`` in bytes,
+    autotuning."""
     lines = []
     if shared := sum(step.shared for step in steps):
         lines.append(
-            f"{len(steps)} stages, {len(steps) - shared} compiled: the others differ in attention windows alone "
-            "(checked on the first and the last program), or in nothing, so their kernels, bytes and memory are those "
-            "of the compiled one"
+            f"{len(steps)} stages, {len(steps) - shared} compiled: the others differ in attention"
+            " windows alone (checked on the first and the last program), or in nothing, so their"
+            " kernels, bytes and memory are those of the compiled one"
         )
     if placement.device.attention in ("cudnn", "cudnn_lanes"):
         size = f"{workspace / 1e9:.2f} GB of workspace"
         lines.append(
-            f"attention is cuDNN's: cuDNN {answers.version}, asked, has a plan for each call that it does not refuse "
-            f"above; at most {size}"
+            f"attention is cuDNN's: cuDNN {answers.version}, asked, has a plan for each call that"
+            f" it does not refuse above; at most {size}"
             if answers
-            else f"attention is cuDNN's, with at most {size} by the formula that its plans for an H100 follow; what it "
-            "supports is not asked: make test-cudnn installs it for plans to ask"
+            else (
+                f"attention is cuDNN's, with at most {size} by the formula that its plans for an"
+                " H100 follow; what it supports is not asked: make test-cudnn installs it for"
+                " plans to ask"
+            )
         )
         lines.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
     elif placement.device.attention == "triton":
         lines.append(
-            "attention is planned with jspeed's own kernels; they compile for this GPU but have not run on one, and "
-            "their efficiency is assumed to be cuDNN's"
+            "attention is planned with jspeed's own kernels; they compile for this GPU but have not"
+            " run on one, and their efficiency is assumed to be cuDNN's"
         )
     elif placement.device.attention == "splash":
-        lines.append("attention is JAX's splash attention, which computes and masks blocks of other documents")
+        lines.append(
+            "attention is JAX's splash attention, which computes and masks blocks of other"
+            " documents"
+        )
     elif placement.device.attention == "xla":
-        lines.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
+        lines.append(
+            "this device gets XLA's own attention, which holds the scores of a block of queries in"
+            " memory"
+        )
     if placement.cluster.target.tpu:
         lines.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
-        lines.append("libtpu compiles with its least effort, as runs do; JAX_OPTIMIZATION_LEVEL changes it")
+        lines.append(
+            "libtpu compiles with its least effort, as runs do; JAX_OPTIMIZATION_LEVEL changes it"
+        )
     else:
-        lines.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
+        lines.append(
+            "matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU"
+        )
     return lines

@@ -1,7 +1,9 @@
-"""Predict a step's time from its kernels: rooflines, launches, overlapped communication, a fit to published step times.
+"""Predict a step's time from its kernels: rooflines, launches, overlapped communication, a fit to
+published step times.
 
-roofline = kernels, each at a fraction (FRACTIONS) of peak FLOP/s or of bandwidth + exposed communication + launch gaps;
-predicted time = roofline x :func:`slowdown` + empty blocks of attention, which the programs of the fit do not have.
+roofline = kernels, each at a fraction (FRACTIONS) of peak FLOP/s or of bandwidth + exposed
+communication + launch gaps; predicted time = roofline x :func:`slowdown` + empty blocks of
+attention, which the programs of the fit do not have.
 """
 
 import math
@@ -16,9 +18,10 @@ from jspeed.plan.hlo import Collective
 from jspeed.plan.schema import BottleneckRow, Bound
 from jspeed.plan.target import Cluster, DataSheet
 
-# Fractions of the peak that single kernels are assumed to reach; own attention kernels count as cuDNN's. Measured by
-# others: matmuls of large squares 0.75 to 0.8, cuDNN forward with 8,192 keys 0.59 (tritonbench issue 141), copies 0.9,
-# NCCL's bus bandwidth on one node of H100s 330 to 370 of 450 GB/s.
+# Fractions of the peak that single kernels are assumed to reach; own attention kernels count as
+# cuDNN's. Measured by others: matmuls of large squares 0.75 to 0.8, cuDNN forward with 8,192 keys
+# 0.59 (tritonbench issue 141), copies 0.9, NCCL's bus bandwidth on one node of H100s 330 to 370 of
+# 450 GB/s.
 FRACTIONS = {
     "matmul": 0.65,
     "fp8_matmul": 0.55,
@@ -29,11 +32,12 @@ FRACTIONS = {
 }
 # Guesses, in seconds.
 LAUNCH = 2e-6  # minimum time of a kernel
-# Idle time between two kernels, in a CUDA graph and without. NVIDIA measured 3.4 and 3.8 us a kernel of 2.9 us on a
-# V100 (https://developer.nvidia.com/blog/cuda-graphs/, 2019); no such figures of an H100 are known here.
+# Idle time between two kernels, in a CUDA graph and without. NVIDIA measured 3.4 and 3.8 us a
+# kernel of 2.9 us on a V100 (https://developer.nvidia.com/blog/cuda-graphs/, 2019); no such figures
+# of an H100 are known here.
 GAP, GAP_WITHOUT_GRAPHS = 0.5e-6, 0.9e-6
-# Of an SM, for a block that reads the length of its document and ends. No figure is published; scripts/gpu_day.sh
-# measures it, as the difference of the backends cudnn and cudnn_lanes.
+# Of an SM, for a block that reads the length of its document and ends. No figure is published;
+# scripts/gpu_day.sh measures it, as the difference of the backends cudnn and cudnn_lanes.
 EMPTY_BLOCK = 1e-6
 LATENCY = 15e-6  # latency of a collective within a node
 HOP = 8e-6  # added latency for every further node of a ring
@@ -66,7 +70,8 @@ class MeasuredStep(NamedTuple):
 
     recipe: str
     measured_ms: float
-    roofline_ms: float  # what ``plan.py RECIPE --target h100x8`` computes before the slowdown; checked in tests/aot
+    # what ``plan.py RECIPE --target h100x8`` computes before the slowdown; checked in tests/aot
+    roofline_ms: float
     used_to_fit: bool
     source: str
 
@@ -80,7 +85,8 @@ MEASURED = (
 
 
 def slowdown() -> float:
-    """Measured over roofline milliseconds: the geometric mean over the published programs that are fitted."""
+    """Measured over roofline milliseconds: the geometric mean over the published programs that are
+    fitted."""
     ratios = [math.log(p.measured_ms / p.roofline_ms) for p in MEASURED if p.used_to_fit]
     return math.exp(sum(ratios) / len(ratios))
 
@@ -92,7 +98,8 @@ def predicted_range(fitted: float) -> tuple[float, float]:
 
 
 def calibration() -> list[dict[str, Any]]:
-    """Each of MEASURED with the range that is predicted for it, and the error of the fitted time."""
+    """Each of MEASURED with the range that is predicted for it, and the error of the fitted
+    time."""
     fitted = [p.roofline_ms * slowdown() for p in MEASURED]
     return [
         {**p._asdict(), "predicted_ms": list(predicted_range(ms)), "error": ms / p.measured_ms - 1}
@@ -110,14 +117,17 @@ def kernel_seconds(kernel: Kernel, sheet: DataSheet) -> tuple[float, float]:
 
 
 def launch_gap(cluster: Cluster) -> float:
-    """Seconds between two kernels. XLA puts kernels into CUDA graphs unless XLA_FLAGS says that it should not."""
+    """Seconds between two kernels. XLA puts kernels into CUDA graphs unless XLA_FLAGS says that it
+    should not."""
     if cluster.target.tpu:
         return 0.0
     graphs = re.search(r"--xla_gpu_enable_command_buffer=(\S*)", os.environ.get("XLA_FLAGS", ""))
     return GAP_WITHOUT_GRAPHS if graphs and not graphs[1].strip("'\"") else GAP
 
 
-def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[BottleneckRow]:
+def bottlenecks(
+    runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster
+) -> list[BottleneckRow]:
     """Return where the time of a run goes, largest first; collectives are left out.
 
     ``runs`` are numbers of steps and the kernels of each.
@@ -146,7 +156,8 @@ def rate_name(dtype: str, sheet: DataSheet) -> str:
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of one collective as a ring: NVLink within a node; between nodes the adapters of its members of a node.
+    """Seconds of one collective as a ring: NVLink within a node; between nodes the adapters of its
+    members of a node.
 
     An all-reduce moves twice the bytes of the others. The device ids of a node are consecutive.
     """
@@ -160,11 +171,13 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
 
 
-def simulate(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int, tuple[float, float]]]:
+def simulate(
+    kernels: Sequence[Kernel], cluster: Cluster
+) -> tuple[Times, dict[int, tuple[float, float]]]:
     """Simulate the schedule with a compute stream and a communication stream.
 
-    Returns the sums and, by the index of each collective in ``kernels``, (its seconds, its exposed seconds). A loop
-    is one pass through its body, stretched by how often it runs.
+    Returns the sums and, by the index of each collective in ``kernels``, (its seconds, its exposed
+    seconds). A loop is one pass through its body, stretched by how often it runs.
     """
     now = compute = memory = communication = exposed = 0.0
     free = 0.0  # when the last collective is done

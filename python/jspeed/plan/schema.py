@@ -1,15 +1,26 @@
-"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 2), and of ``--bytes``.
+"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 2), and of
+``--bytes``.
 
 Sizes, FLOPs, kernels and times are of one device and one step unless a comment says otherwise.
 """
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-Kind = Literal["fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other", "collective"]
+Kind = Literal[
+    "fp8_matmul",
+    "matmul",
+    "attention_forward",
+    "attention_backward",
+    "fusion",
+    "other",
+    "collective",
+]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
-Allocation = Literal["arguments", "outputs", "aliased", "temporaries", "peak"]  # aliased: outputs in arguments' place
+# aliased: outputs in arguments' place
+Allocation = Literal["arguments", "outputs", "aliased", "temporaries", "peak"]
 Bound = Literal["compute", "memory"]
-Pass = Literal["forward", "backward", "rest"]  # rest: the optimizer and everything outside the gradient
+# rest: the optimizer and everything outside the gradient
+Pass = Literal["forward", "backward", "rest"]
 Bytes = Annotated[int, "bytes"]
 FLOPs = Annotated[float, "FLOPs"]
 Milliseconds = Annotated[float, "ms"]
@@ -22,7 +33,8 @@ class MicroBatch(TypedDict):
 
     micro_batch_tokens: int  # of a device
     head_chunk: int | None  # tokens of a row that the head's loss takes at once; None: all
-    remat: NotRequired[bool]  # whether layers are recomputed for their gradients because memory is short
+    # whether layers are recomputed for their gradients because memory is short
+    remat: NotRequired[bool]
 
 
 class BufferRow(TypedDict):
@@ -47,7 +59,8 @@ CollectiveRow = TypedDict(
         "count": int,  # runs in a step
         "dtype": str,  # of its first array
         "ms": Milliseconds,  # of one run
-        "compute_ms_between": Milliseconds,  # of the kernels between its start and the first that waits for it
+        # of the kernels between its start and the first that waits for it
+        "compute_ms_between": Milliseconds,
         "exposed_ms": Milliseconds,  # of one run
         "source": str,  # file:line; empty if unknown
     },
@@ -64,7 +77,8 @@ class StagePlan(MicroBatch):
     compiled: bool  # False: it shares another program
     memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
-    attention_workspace_bytes: Bytes  # of the call of cuDNN that takes most, while it runs; part of the temporaries
+    # of the call of cuDNN that takes most, while it runs; part of the temporaries
+    attention_workspace_bytes: Bytes
     largest_buffers: list[BufferRow]  # at most 10 that differ in shape or source
     flops: FLOPs
     flops_by_dtype: dict[str, FLOPs]
@@ -75,12 +89,14 @@ class StagePlan(MicroBatch):
     collectives: list[CollectiveRow]  # in schedule order
     time_ms: dict[str, Milliseconds]  # jspeed.plan.predict.Times
     roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
-    fitted_ms: Milliseconds  # what is predicted: the roofline by the fit to published times, and empty blocks
+    # what is predicted: the roofline by the fit to published times, and empty blocks
+    fitted_ms: Milliseconds
     predicted_ms: MillisecondRange
 
 
 class BottleneckRow(TypedDict):
-    """Where the time of a run goes: the kernels of one source file, compute-bound and memory-bound ones apart."""
+    """Where the time of a run goes: the kernels of one source file, compute-bound and memory-bound
+    ones apart."""
 
     source: str  # file, or "the compiler"
     bound: Bound
@@ -106,7 +122,8 @@ class MatmulRow(TypedDict):
     shape: list[int]  # of the largest: batch, rows, contracted, columns
     count: int  # runs on one device
     flops: FLOPs  # of all devices
-    redundancy: float | None  # FLOPs of all devices over those of one device alone; None if those are unknown
+    # FLOPs of all devices over those of one device alone; None if those are unknown
+    redundancy: float | None
 
 
 class SearchRow(MicroBatch):
@@ -149,7 +166,8 @@ class Plan(TypedDict):
     fitted_seconds: Seconds  # of the run
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
-    cudnn: dict[str, Any] | None  # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked
+    # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked
+    cudnn: dict[str, Any] | None
     findings: list[dict[str, Any]]  # :class:`jspeed.plan.findings.Finding`
     matmuls: list[MatmulRow]  # most FLOPs first
     warnings: list[str]
@@ -162,7 +180,9 @@ class Plan(TypedDict):
 LineRow = TypedDict(
     "LineRow",
     {
-        "source": str,  # file:line of the kernel's last operation, which may be fused with others; or "the compiler"
+        # file:line of the kernel's last operation, which may be fused with others; or "the
+        # compiler"
+        "source": str,
         "pass": Pass,
         "kind": Kind,
         "kernels": int,  # runs
@@ -173,7 +193,8 @@ LineRow = TypedDict(
 
 
 class Traffic(MicroBatch):
-    """What ``--bytes`` prints and writes: the sums of the last stage's step, and its source lines."""
+    """What ``--bytes`` prints and writes: the sums of the last stage's step, and its source
+    lines."""
 
     recipe: str
     target: str

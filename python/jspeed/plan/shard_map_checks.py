@@ -1,7 +1,9 @@
-"""Find ``shard_map`` errors that JAX does not report: weights used without a gather, results that are not reduced.
+"""Find ``shard_map`` errors that JAX does not report: weights used without a gather, results that
+are not reduced.
 
-Under jit a weight that is sharded over the batch's axis is gathered by the compiler. In ``shard_map`` each device has
-its part, and a program that forgets the collective still runs, as a different model on every device.
+Under jit a weight that is sharded over the batch's axis is gathered by the compiler. In
+``shard_map`` each device has its part, and a program that forgets the collective still runs, as a
+different model on every device.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,15 @@ from jspeed.plan.findings import Finding, axes_of
 REDUCE = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 SPREAD = {"psum_scatter", "reduce_scatter", "ppermute", "all_to_all", "axis_index"}
 # What a weight goes through without being used yet.
-SHAPING = {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice"}
+SHAPING = {
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "dynamic_slice",
+}
 SHAPING |= {"copy", "sharding_constraint", "optimization_barrier", "concatenate"}
 
 
@@ -34,19 +44,23 @@ class Seen(NamedTuple):
     """What a walk through a program has seen."""
 
     findings: dict[tuple[str, str], Finding]  # by name and place
-    spread: dict[Any, frozenset[str]]  # of a matmul's result in a shard_map: along which axes devices have others
+    # of a matmul's result in a shard_map: along which axes devices have others
+    spread: dict[Any, frozenset[str]]
 
 
 def check_shard_map(jaxpr: Any) -> list[Finding]:
-    """Return what :func:`walk` finds wrong in a step, whose last argument is data and all others its state."""
+    """Return what :func:`walk` finds wrong in a step, whose last argument is data and all others
+    its state."""
     return list(walk(jaxpr, [*[False] * (len(jaxpr.in_avals) - 1), True]).findings.values())
 
 
 def walk(jaxpr: Any, data: Sequence[bool]) -> Seen:
-    """Look into every ``shard_map`` of a traced program. ``data``: whether each argument is rows of the batch.
+    """Look into every ``shard_map`` of a traced program. ``data``: whether each argument is rows of
+    the batch.
 
-    ``ungathered-weight``: rows of the batch are multiplied by one device's part of a weight. ``unreduced-result``: a
-    result is said to be the same on all devices along an axis along which it is not.
+    ``ungathered-weight``: rows of the batch are multiplied by one device's part of a weight.
+    ``unreduced-result``: a result is said to be the same on all devices along an axis along which
+    it is not.
     """
     seen = Seen({}, {})
     _outside(jaxpr.jaxpr, data, seen)
@@ -66,7 +80,11 @@ def _outside(jaxpr: Any, data: Sequence[bool], seen: Seen) -> list[bool]:
         if eqn.primitive.name == "shard_map":
             _check(eqn, given, seen)
         results = [any(given)] * len(eqn.outvars)
-        if len(body) == 1 and len(body[0].invars) == len(given) and eqn.primitive.name != "shard_map":
+        if (
+            len(body) == 1
+            and len(body[0].invars) == len(given)
+            and eqn.primitive.name != "shard_map"
+        ):
             results = _outside(body[0], given, seen)[: len(eqn.outvars)]
         env |= zip(eqn.outvars, results, strict=False)
     return [of(atom) for atom in jaxpr.outvars]
@@ -77,17 +95,23 @@ def _check(eqn: Any, data: Sequence[bool], seen: Seen) -> None:
     origins = []
     for spec, is_data in zip(eqn.params["in_specs"], data, strict=True):
         axes = axes_of(spec)
-        origins.append(Origin(axes, axes, frozenset()) if is_data else Origin(axes, frozenset(), axes))
+        origins.append(
+            Origin(axes, axes, frozenset()) if is_data else Origin(axes, frozenset(), axes)
+        )
     results = _inside(eqn.params["jaxpr"], origins, seen)
-    sizes, made = eqn.params["mesh"].shape, {out: e for e in eqn.params["jaxpr"].eqns for out in e.outvars}
+    sizes, made = (
+        eqn.params["mesh"].shape,
+        {out: e for e in eqn.params["jaxpr"].eqns for out in e.outvars},
+    )
     for number, (origin, spec) in enumerate(zip(results, eqn.params["out_specs"], strict=True)):
         var = eqn.params["jaxpr"].outvars[number]
         where = _where(made[var] if var in made else eqn)
         for axis in sorted(origin.varies - axes_of(spec)):
             if sizes[axis] > 1:
                 text = (
-                    f"{where}: result {number} of a shard_map is said to be the same along mesh axis '{axis}', but "
-                    "each device computes its own: a psum, pmean or all_gather is missing"
+                    f"{where}: result {number} of a shard_map is said to be the same along mesh"
+                    f" axis '{axis}', but each device computes its own: a psum, pmean or all_gather"
+                    " is missing"
                 )
                 seen.findings["unreduced-result", f"{where} {number} {axis}"] = Finding(
                     "unreduced-result", "error", text, float(sizes[axis]), 1.0
@@ -118,8 +142,9 @@ def _results(eqn: Any, given: list[Origin], seen: Seen) -> list[Origin]:
         for one, other in (given, given[::-1]):
             for axis in sorted(one.rows & other.parts):
                 text = (
-                    f"{_where(eqn)}: rows of the batch, spread over mesh axis '{axis}', are multiplied by one device's "
-                    "part of a weight: all_gather it first, or this is another model on every device"
+                    f"{_where(eqn)}: rows of the batch, spread over mesh axis '{axis}', are"
+                    " multiplied by one device's part of a weight: all_gather it first, or this is"
+                    " another model on every device"
                 )
                 seen.findings["ungathered-weight", f"{_where(eqn)} {axis}"] = Finding(
                     "ungathered-weight", "error", text, 1.0, 0.0
@@ -134,7 +159,9 @@ def _results(eqn: Any, given: list[Origin], seen: Seen) -> list[Origin]:
         fixed, carried = scan_sizes(eqn)
         while True:
             results = _inside(body[0], given, seen)
-            carry = [_union(pair) for pair in zip(given[fixed : fixed + carried], results, strict=False)]
+            carry = [
+                _union(pair) for pair in zip(given[fixed : fixed + carried], results, strict=False)
+            ]
             if carry == given[fixed : fixed + carried]:
                 return results
             given[fixed : fixed + carried] = carry
@@ -150,11 +177,16 @@ def _results(eqn: Any, given: list[Origin], seen: Seen) -> list[Origin]:
 
 
 def _union(origins: Sequence[Origin]) -> Origin:
-    return Origin(*(frozenset().union(*sets) for sets in zip(*origins, strict=True))) if origins else Origin()
+    return (
+        Origin(*(frozenset().union(*sets) for sets in zip(*origins, strict=True)))
+        if origins
+        else Origin()
+    )
 
 
 def _bodies(eqn: Any) -> list[Any]:
-    """The programs in an equation, the forward one alone of a function with a gradient of its own."""
+    """The programs in an equation, the forward one alone of a function with a gradient of its
+    own."""
     if "call_jaxpr" in eqn.params:
         return [getattr(eqn.params["call_jaxpr"], "jaxpr", eqn.params["call_jaxpr"])]
     return list(jaxprs_in_params(eqn.params))

@@ -1,4 +1,5 @@
-"""Absent GPUs and TPUs: published specifications, a mesh to compile for, patches of JAX's device queries."""
+"""Absent GPUs and TPUs: published specifications, a mesh to compile for, patches of JAX's device
+queries."""
 
 import atexit
 import importlib.util
@@ -45,7 +46,8 @@ class DataSheet(NamedTuple):
     per_node: int  # devices that NVLink (ICI, PCIe) joins
     hbm_bytes: int
     hbm_bytes_per_second: float
-    nvlink_bytes_per_second: float  # within a node, one direction; ICI of TPUs, PCIe where there is no NVLink
+    # within a node, one direction; ICI of TPUs, PCIe where there is no NVLink
+    nvlink_bytes_per_second: float
     network_bytes_per_second: float  # one direction, a GPU
     dollars_per_hour: float
     peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
@@ -60,7 +62,8 @@ class Target(NamedTuple):
     text: str = ""  # of a GPU: stream_executor.GpuTargetConfigProto as text
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability, (9, 0)
     cudnn: int = 0  # of a GPU, as cuDNN numbers its versions: 91002 is 9.10.2
-    tpu: dict[str, Any] | None = None  # of a TPU: its kind, and the topology of each number of chips
+    # of a TPU: its kind, and the topology of each number of chips
+    tpu: dict[str, Any] | None = None
 
     @property
     def cores(self) -> int:
@@ -92,15 +95,19 @@ class Cluster(NamedTuple):
     def usable_bytes(self) -> int:
         """Bytes of one device's memory that a step may take."""
         return int(
-            (TPU_MEMORY_FRACTION if self.target.tpu else USABLE * MEMORY_FRACTION) * self.target.data_sheet.hbm_bytes
+            (TPU_MEMORY_FRACTION if self.target.tpu else USABLE * MEMORY_FRACTION)
+            * self.target.data_sheet.hbm_bytes
         )
 
 
 def load_target(name: str) -> Target:
-    """Return the target called ``name``, from its files. Raises :class:`BadInput` with the names there are."""
+    """Return the target called ``name``, from its files. Raises :class:`BadInput` with the names
+    there are."""
     if name not in known_targets():
         known = ", ".join(known_targets())
-        raise BadInput(f"target {name} is unknown{nearest(name, known_targets())}; known targets: {known}")
+        raise BadInput(
+            f"target {name} is unknown{nearest(name, known_targets())}; known targets: {known}"
+        )
     described = tomllib.loads((TARGETS / f"{name}.toml").read_text())
     tpu = described.pop("tpu", None)
     data_sheet = DataSheet(**described)
@@ -113,11 +120,14 @@ def load_target(name: str) -> Target:
 
 
 def data_sheet_of(device_kind: str) -> DataSheet | None:
-    """Return the data sheet of a device by JAX's name of it, whose board counts; None for one that is no target."""
+    """Return the data sheet of a device by JAX's name of it, whose board counts; None for one that
+    is no target."""
     if device_kind == "NVIDIA H200":  # as CUDA calls it; XLA's target config says more
         return load_target("h200").data_sheet
     targets = map(load_target, known_targets())
-    return next((target.data_sheet for target in targets if target.device_kind == device_kind), None)
+    return next(
+        (target.data_sheet for target in targets if target.device_kind == device_kind), None
+    )
 
 
 def known_targets() -> list[str]:
@@ -128,8 +138,8 @@ def known_targets() -> list[str]:
 def parse_target(text: str) -> Cluster:
     """Read ``h100x8`` (one node of 8) or ``h100x8x4`` (4 nodes of 8).
 
-    More GPUs than one node holds are spread over whole nodes: ``h100x1024`` is ``h100x8x128``. Raises
-    :class:`BadInput` for an unknown kind or a count that cannot be.
+    More GPUs than one node holds are spread over whole nodes: ``h100x1024`` is ``h100x8x128``.
+    Raises :class:`BadInput` for an unknown kind or a count that cannot be.
     """
     # Some names have an x of their own: rtx4090x1.
     named = [name for name in known_targets() if text == name or text.startswith(f"{name}x")]
@@ -137,32 +147,43 @@ def parse_target(text: str) -> Cluster:
     counts = text.removeprefix(kind).split("x")[1:]
     target = load_target(kind)
     per_node = target.data_sheet.per_node
-    if not 1 <= len(counts) <= 2 or not all(re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts):
+    if not 1 <= len(counts) <= 2 or not all(
+        re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts
+    ):
         raise BadInput(
-            f"--target {text} has no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
+            f"--target {text} has no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4"
+            " for 4 nodes of 8"
         )
     devices, nodes = int(counts[0]), int(counts[1]) if len(counts) == 2 else 1
     if devices * nodes > MOST_DEVICES:
-        raise BadInput(f"--target {text}: asks for {devices * nodes:,} devices; give at most {MOST_DEVICES:,}")
+        raise BadInput(
+            f"--target {text}: asks for {devices * nodes:,} devices; give at most {MOST_DEVICES:,}"
+        )
     if target.tpu and (nodes > 1 or str(devices) not in target.tpu["topologies"]):
         sizes = ", ".join(f"{kind}x{chips}" for chips in target.tpu["topologies"])
-        raise BadInput(f"--target {text}: slices of {kind} chips that can be planned for are {sizes}")
+        raise BadInput(
+            f"--target {text}: slices of {kind} chips that can be planned for are {sizes}"
+        )
     if devices > per_node:
         if nodes > 1 or devices % per_node:
             whole = -(-devices * nodes // per_node)
-            raise BadInput(f"--target {text}: a node holds {per_node} {kind} GPUs; write {kind}x{per_node}x{whole}")
+            raise BadInput(
+                f"--target {text}: a node holds {per_node} {kind} GPUs; write"
+                f" {kind}x{per_node}x{whole}"
+            )
         nodes, devices = devices // per_node, per_node
     return Cluster(text, target, nodes, devices)
 
 
 def missing(target: Target | None = None) -> str | None:
-    """Return the error message if nothing can be compiled for ``target`` (None: a GPU) here, else None."""
+    """Return the error message if nothing can be compiled for ``target`` (None: a GPU) here, else
+    None."""
     if target and target.tpu:
         if installed("libtpu"):
             return None
         return (
-            "libtpu is not installed here, so nothing can be compiled for a TPU; install the one for JAX 0.10.2 with "
-            "pip install 'libtpu==0.0.42.*' (213 MB to download)"
+            "libtpu is not installed here, so nothing can be compiled for a TPU; install the one"
+            " for JAX 0.10.2 with pip install 'libtpu==0.0.42.*' (213 MB to download)"
         )
     if any(installed(plugin) for plugin in PLUGINS):
         return None
@@ -172,25 +193,35 @@ def missing(target: Target | None = None) -> str | None:
     )
 
 
-def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[str, int] | None = None) -> Mesh:
-    """Return a mesh of ``nodes`` hosts of ``devices`` absent devices on one ``data`` axis; arrays cannot be put on it.
+def target_mesh(
+    target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[str, int] | None = None
+) -> Mesh:
+    """Return a mesh of ``nodes`` hosts of ``devices`` absent devices on one ``data`` axis; arrays
+    cannot be put on it.
 
-    Of TPUs there is one slice of ``devices`` chips. Set ``jax_platforms`` to ``cpu`` before anything asks JAX for
-    devices: otherwise JAX tries to initialise CUDA, fails, and no longer recognises the platform. Raises
-    :class:`BadInput` without a plugin, and what libtpu raises for a slice that it does not know.
+    Of TPUs there is one slice of ``devices`` chips. Set ``jax_platforms`` to ``cpu`` before
+    anything asks JAX for devices: otherwise JAX tries to initialise CUDA, fails, and no longer
+    recognises the platform. Raises :class:`BadInput` without a plugin, and what libtpu raises for a
+    slice that it does not know.
     """
     if reason := missing(target):
         raise BadInput(reason)
     if target.tpu:
-        # libtpu would ask Google's metadata server what it runs on, and lock the chips of this machine.
+        # libtpu would ask Google's metadata server what it runs on, and lock the chips of this
+        # machine.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         grid = target.tpu["topologies"][str(devices)]
         bounds = tuple(int(size) for size in f"{grid}x1".split("x")[:3])
-        given = {"chip_config_name": target.tpu["chip_config"]} if "chip_config" in target.tpu else {}
-        if devices < 8 or grid.count("x") == 1:  # a host has as many chips; 2x2x2 is two hosts of four
+        given = (
+            {"chip_config_name": target.tpu["chip_config"]} if "chip_config" in target.tpu else {}
+        )
+        # a host has as many chips; 2x2x2 is two hosts of four
+        if devices < 8 or grid.count("x") == 1:
             given["chips_per_host_bounds"] = bounds
-        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{grid}", **given)
+        slice_ = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{target.name}:{grid}", **given
+        )
         return make_mesh(dict(axes or {"data": devices}), slice_.devices)
     with without_logs():
         topology = topologies.get_topology_desc(
@@ -202,16 +233,19 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
 
 
 def pretend(target: Target) -> AbstractContextManager[None]:
-    """Make JAX's queries about the live GPU answer for ``target`` while code is traced and lowered."""
+    """Make JAX's queries about the live GPU answer for ``target`` while code is traced and
+    lowered."""
     return pretend_gpu(target.capability, target.cudnn)
 
 
 def without_machine_code() -> dict[str, Any]:
-    """Return XLA's options to compile without machine code, which nothing of a plan reads, in less than half the time.
+    """Return XLA's options to compile without machine code, which nothing of a plan reads, in less
+    than half the time.
 
-    Kernels, memory and schedule are decided before XLA starts NVIDIA's assembler, ptxas; a script that writes nothing
-    takes its place, LLVM does not optimise, and a kernel that an earlier program of this thread has is taken from a
-    file. Options that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
+    Kernels, memory and schedule are decided before XLA starts NVIDIA's assembler, ptxas; a script
+    that writes nothing takes its place, LLVM does not optimise, and a kernel that an earlier
+    program of this thread has is taken from a file. Options that XLA_FLAGS sets are left out; all
+    are where NVIDIA's wheel is not found.
     """
     if (folder := _pretended_cuda()) is None:
         return {}
@@ -226,10 +260,19 @@ def without_machine_code() -> dict[str, Any]:
 
 @cache
 def _pretended_cuda() -> Path | None:
-    """A folder like CUDA's, with LLVM's library for devices and the pretended assembler; removed at exit."""
+    """A folder like CUDA's, with LLVM's library for devices and the pretended assembler; removed at
+    exit."""
     spec = importlib.util.find_spec("nvidia")
-    roots = [Path(path, name) for path in (spec and spec.submodule_search_locations) or () for name in CUDA]
-    found = [root for root in roots if (root / "bin/ptxas").is_file() and (root / "nvvm/libdevice").is_dir()]
+    roots = [
+        Path(path, name)
+        for path in (spec and spec.submodule_search_locations) or ()
+        for name in CUDA
+    ]
+    found = [
+        root
+        for root in roots
+        if (root / "bin/ptxas").is_file() and (root / "nvvm/libdevice").is_dir()
+    ]
     if not found:
         return None
     folder = Path(tempfile.mkdtemp(prefix="jspeed-plan-"))
@@ -246,7 +289,10 @@ def _pretended_cuda() -> Path | None:
 def device_numbers(text: str) -> dict[str, float]:
     """The numbers of ``gpu_device_info`` in a target's text, by name."""
     inside = text[text.index("gpu_device_info {") : text.index("\n}")]
-    return {name: float(value) for name, value in re.findall(r"^  (\w+): ([\d.]+)$", inside, re.MULTILINE)}
+    return {
+        name: float(value)
+        for name, value in re.findall(r"^  (\w+): ([\d.]+)$", inside, re.MULTILINE)
+    }
 
 
 def _fields(text: str, message: str, *names: str) -> list[int]:

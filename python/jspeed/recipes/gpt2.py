@@ -1,11 +1,13 @@
-"""gpt2: OpenAI's GPT-2 in its four sizes, to load (`--init-from FOLDER`) and to go on training on text of your own.
+"""gpt2: OpenAI's GPT-2 in its four sizes, to load (`--init-from FOLDER`) and to go on training on
+text of your own.
 
-What        llmc with the vocabulary as it is (50,257, not padded), one field for the size, and nanoGPT's fine-tuning:
-            AdamW at a small constant rate, clipped, 20 steps. Without --init-from it starts as GPT-2 did.
+What        llmc with the vocabulary as it is (50,257, not padded), one field for the size, and
+            nanoGPT's fine-tuning: AdamW at a small constant rate, clipped, 20 steps. Without
+            --init-from it starts as GPT-2 did.
 Source      Radford et al. 2019 for the model; nanoGPT's finetune_shakespeare for the optimizer.
 Hardware    any: on a CPU take the smallest size and fewer, shorter lanes (--set LANES=4 LANE_LEN=64
-            COMPUTE=float32). OpenAI's weights were not at hand: loading is tested on random ones, and the target is
-            chosen, not measured.
+            COMPUTE=float32). OpenAI's weights were not at hand: loading is tested on random ones,
+            and the target is chosen, not measured.
 Parent      llmc
 """
 
@@ -48,7 +50,12 @@ EVAL_TOKENS = 32_768
 EVAL_LEN = LANE_LEN
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
-SIZES = {"124M": (12, 12, 768), "350M": (24, 16, 1024), "774M": (36, 20, 1280), "1.5B": (48, 25, 1600)}
+SIZES = {
+    "124M": (12, 12, 768),
+    "350M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1.5B": (48, 25, 1600),
+}
 if SIZE not in SIZES:
     raise BadInput(f"field SIZE is {SIZE!r}; expected one of {', '.join(SIZES)}")
 LAYERS, HEADS, WIDTH = SIZES[SIZE]
@@ -69,7 +76,8 @@ def vector(width: int, init: initializers.Initializer) -> ParamSpec:
     return ParamSpec((LAYERS, width), ("layer", "hidden"), init, "vectors", COMPUTE)
 
 
-# "qkv" is Hugging Face's [in, 3 x width], its three parts apart, so that the heads of each can be spread over devices.
+# "qkv" is Hugging Face's [in, 3 x width], its three parts apart, so that the heads of each can be
+# spread over devices.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "decay", COMPUTE),
     "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "decay", COMPUTE),
@@ -96,7 +104,9 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
     qkv_BTND = jnp.einsum("btd,dne->btne", a_BTD, p["qkv"]) + p["qkv_bias"].reshape(1, 1, 3, WIDTH)
     q_BTHK, k_BTHK, v_BTHK = (qkv_BTND[:, :, n].reshape(heads) for n in range(3))
-    y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5, backend=ctx.attention)
+    y_BTHK = attention(
+        q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5, backend=ctx.attention
+    )
     x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"] + p["out_bias"][None, None]
     a_BTD = layer_norm(x_BTD, p["mlp_gain"], p["mlp_bias"])
     h_BTF = jax.nn.gelu(a_BTD @ p["up"] + p["up_bias"][None, None], approximate=True)
@@ -130,13 +140,17 @@ def loss(
     """Return (weighted sum, loss of every token in nats)."""
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
-    return cross_entropy(head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk)
+    return cross_entropy(
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+    )
 
 
 def optimizer() -> optax.GradientTransformation:
     """AdamW after clipping the whole gradient; decay on matrices and tables only."""
     decayed = map_specs(lambda spec: spec.group == "decay", PARAMETERS)
-    adamw = optax.adamw(LEARNING_RATE, b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed)
+    adamw = optax.adamw(
+        LEARNING_RATE, b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed
+    )
     return optax.chain(optax.clip_by_global_norm(CLIP) if CLIP else optax.identity(), adamw)
 
 

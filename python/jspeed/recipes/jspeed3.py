@@ -1,12 +1,16 @@
-"""jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of tokens of like text.
+"""jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of tokens of
+like text.
 
-What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them is
-            next, a padding id of the head how likely that is; their mixture is the distribution of the next token, in
-            training and evaluation (over 8,192 tokens). N-grams are hashed from the first token of like text: Table,
-            " table". From stage 2 on attention has gradients within 257 tokens. With RETRIEVAL it is told what followed
-            its context before. Steps are 0.86 of r92's: see speed.md.
-Departures  Keys lie within a window, not in two blocks (379); gradients end at one window, fixed beforehand (371).
-Source      r92; PRs 379 (pointer), 375 (classes), 371 (gradients), 367 (cells) of modded-nanogpt, open in October 2026.
+What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says
+            which of them is next, a padding id of the head how likely that is; their mixture is the
+            distribution of the next token, in training and evaluation (over 8,192 tokens). N-grams
+            are hashed from the first token of like text: Table, " table". From stage 2 on attention
+            has gradients within 257 tokens. With RETRIEVAL it is told what followed its context
+            before. Steps are 0.86 of r92's: see speed.md.
+Departures  Keys lie within a window, not in two blocks (379); gradients end at one window, fixed
+            beforehand (371).
+Source      r92; PRs 379 (pointer), 375 (classes), 371 (gradients), 367 (cells) of modded-nanogpt,
+            open in October 2026.
 Hardware    8xH100: not run here.
 Parent      r92
 """
@@ -35,9 +39,26 @@ from jspeed.model.layers import (
     uniform,
     zero_every,
 )
-from jspeed.model.losses import Copies, asymmetric_cap, cross_entropy, look_ahead, one_token_in, softcap, with_prefix
+from jspeed.model.losses import (
+    Copies,
+    asymmetric_cap,
+    cross_entropy,
+    look_ahead,
+    one_token_in,
+    softcap,
+    with_prefix,
+)
 from jspeed.model.mlp import MARGIN, mlp
-from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_coefficients, named, padded, slots
+from jspeed.model.mudd import (
+    Parts,
+    add_normed,
+    blend,
+    coefficients,
+    grouped_coefficients,
+    named,
+    padded,
+    slots,
+)
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
@@ -78,21 +99,26 @@ GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
 MUDD_WIDTH = 64
 MUDD_SCALE = 0.1
 MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
-SIGNS = (48271, 30011), (58699, 39779, 26801)  # factors of the hashes that draw signs of bigrams and trigrams
+# factors of the hashes that draw signs of bigrams and trigrams
+SIGNS = (48271, 30011), (58699, 39779, 26801)
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
 LIKE = True  # whether n-grams of tokens of like text are one
-RETRIEVAL = ()  # lengths of contexts to look for in earlier steps, in tokens, such as (2, 3, 4, 6, 10); (): none
+# lengths of contexts to look for in earlier steps, in tokens, such as (2, 3, 4, 6, 10); (): none
+RETRIEVAL = ()
 COPIES = ()  # lengths of contexts to look for earlier in the document, likewise
-COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
+# dtype of activations, of the weights they meet, of n-grams, and of the six maps
+COMPUTE = "bfloat16"
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
-OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
+# around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"
 
 # Stages
 LANES = 8
 STEPS = (276, 12, 297, 244, 122, 58, 17)
-LENGTH = 1.0  # share of them that is made; all that follows in steps is moved with the borders of stages
+# share of them that is made; all that follows in steps is moved with the borders of stages
+LENGTH = 1.0
 LANE_LENS = (16_384, 32_768, 32_768, 49_152, 49_152, 40_960, 16_384)
 MAX_DOC_LENS = (896, 2048, 2048, 3072, 3072, 3072, 3072)
 SEGMENT = 2560  # tokens of a document that attention takes as one
@@ -100,9 +126,11 @@ MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
-GRADIENT_WINDOWS = (0, 2, 2, 2, 2, 2, 2)  # blocks within which attention has gradients; 0: all of its window
+# blocks within which attention has gradients; 0: all of its window
+GRADIENT_WINDOWS = (0, 2, 2, 2, 2, 2, 2)
 POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
-RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
+# of all learning rates, by the size of a batch
+RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
 COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
 HEAD_ONE_IN = (1, 1, 1, 1, 1, 1, 1)  # tokens from which probabilities add to the head's gradient
@@ -116,7 +144,8 @@ ANVIL_LR = 0.023
 ANVIL_BETA2 = 0.9
 ANVIL_DECAY = 2.25
 MOMENTUM = {0: 0.85, 206: 0.93, 983: 0.93, 1026: 0.85}  # lines between steps
-RAILS = (442, 0.85, 0.98, 0.4385)  # from which step; betas of fast and slow momentum; share of the fast one
+# from which step; betas of fast and slow momentum; share of the fast one
+RAILS = (442, 0.85, 0.98, 0.4385)
 ADAM = {  # rate, betas, decay in units of ADAM_DECAY
     "words": (0.008, 0.5, 0.95, 150),
     "value_gates": (0.008, 0.9, 0.99, 1),
@@ -150,61 +179,110 @@ EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 EVAL_POINTER_WINDOW = 8192  # tokens
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
-STEPS, moved = shortened(LENGTH, STEPS, (SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS[0], COOLDOWN), period=4)
+STEPS, moved = shortened(
+    LENGTH, STEPS, (SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS[0], COOLDOWN), period=4
+)
 SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS_FROM, COOLDOWN = moved
 STARTS = (0, *accumulate(STEPS))
-TOTAL, LAST, HEAD_WIDTH, NARROW = sum(STEPS), LAYERS - 1, WIDTH // HEADS, len(ATTENDING) - len(LONG_LAYERS)
-FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
+TOTAL, LAST, HEAD_WIDTH, NARROW = (
+    sum(STEPS),
+    LAYERS - 1,
+    WIDTH // HEADS,
+    len(ATTENDING) - len(LONG_LAYERS),
+)
+# whose MLP is where in the bank
+FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)
 CAP = asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
-KINDS = {"own value": (XSA_LAYERS, HEADS, 0.0), "heads": (LONG_LAYERS, HEADS, 0.25), "skip": ((SKIP_INTO,), 1, 0.5)}
+KINDS = {
+    "own value": (XSA_LAYERS, HEADS, 0.0),
+    "heads": (LONG_LAYERS, HEADS, 0.25),
+    "skip": ((SKIP_INTO,), 1, 0.5),
+}
 KINDS |= {"start": (START_LAYERS, 1, 0.0), "ngram": (NGRAM_LAYERS, 1, 0.05)}
 GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
 # What the last layer mixes, in the order of use, and what is added after it.
 GAIN = 1.1**0.5
-MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8)
-HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5  # any power of two but 1
-LARGEST_NORMED, LARGEST = WIDTH**0.5 / 448, np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])  # FP8 scales: of rms_norm
+MIX_STARTS = padded(
+    [0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8
+)
+# any power of two but 1
+HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5
+# FP8 scales: of rms_norm
+LARGEST_NORMED, LARGEST = WIDTH**0.5 / 448, np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
-TABLE_UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
+TABLE_UPDATES = np.array(
+    [step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32
+)
 
-# Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
+# Columns that are read of each matrix for queries and keys, and of each for values: half of every
+# head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
-READ_KEYS = np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
+READ_KEYS = (
+    np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None]
+    | HALF[: 2 * HEAD_WIDTH]
+)
 READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
 
 
-def bank(init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0) -> ParamSpec:
-    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them. Of
-    ``halves`` layers half is read, WIDTH^2 numbers."""
+def bank(
+    init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0
+) -> ParamSpec:
+    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can
+    share them. Of ``halves`` layers half is read, WIDTH^2 numbers."""
     padding, unread = -count % LANES, WIDTH**2 * halves
 
     def draw(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         return init(key, shape, dtype) * (jnp.arange(shape[0]) < count)[:, None, None]
 
-    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), draw, group, COMPUTE, padding, unread=unread)
+    return ParamSpec(
+        (count + padding, *shape),
+        ("matrix", "in", "out"),
+        draw,
+        group,
+        COMPUTE,
+        padding,
+        unread=unread,
+    )
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
-    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
-    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
+    where they start."""
+    init, compute = (
+        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    )
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
-# Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in ATTENDING; narrow layers
-# read the first half of each head. Bank "values_outs": value and output of each; bank "mlp": up and down of each in
-# FEEDS, down transposed.
+# Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in
+# ATTENDING; narrow layers read the first half of each head. Bank "values_outs": value and output of
+# each; bank "mlp": up and down of each in FEEDS, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "embed": ParamSpec(
+        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
+    ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
-        (VOCAB, VALUE_TABLES, WIDTH), ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
+        (VOCAB, VALUE_TABLES, WIDTH),
+        ("token", "table", "model"),
+        small,
+        "tables",
+        COMPUTE,
+        every=4,
+        summed=True,
     ),
-    "ngrams": ParamSpec((NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2),
-    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW),
-    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)),
+    "ngrams": ParamSpec(
+        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2
+    ),
+    "queries_keys": bank(
+        uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW
+    ),
+    "values_outs": bank(
+        uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)
+    ),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
     "value_gates": slow(zeros, "value_gates", VALUE_TABLES - 1, GATE_WIDTH, HEADS),
     "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
@@ -225,19 +303,24 @@ PARAMETERS = {
     "pointer": slow(uniform(1.0), "pointer", 2, WIDTH, POINTER_WIDTH),
     "pointer_gain": slow(1.0, "pointer"),
     "pointer_none": slow(initializers.normal(POINTER_WIDTH**-0.5), "pointer", POINTER_WIDTH),
-    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the gradients that enter
-    # its matmuls, of a layer's queries and keys, and of its values, their gradient. Every scale starts at 1.
-    "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
+    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the
+    # gradients that enter its matmuls, of a layer's queries and keys, and of its values, their
+    # gradient. Every scale starts at 1.
+    "largest": ParamSpec(
+        (len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"
+    ),
 }
 for name, lengths in {"copied": COPIES, "retrieved": RETRIEVAL}.items():
-    if lengths:  # how much of what followed a context the first state and the head get, by how sure it is
+    # how much of what followed a context the first state and the head get, by how sure it is
+    if lengths:
         PARAMETERS[name] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(lengths), 2)
 
 
 def hidden(
     params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
 ) -> jax.Array:
-    """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where they are known."""
+    """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where
+    they are known."""
     stage, lanes = ctx.stage.own, tokens_BT.shape
     heads = (*lanes, HEADS, HEAD_WIDTH)
     segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
@@ -247,36 +330,63 @@ def hidden(
         yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
-    largest, own_kernel = params["largest"] if ctx.use_fp8(FP8) else None, partial(ctx.use_own_kernel, OWN_KERNELS)
-    casts, rotary, normed = own_kernel("FP8 casts"), own_kernel("queries and keys"), own_kernel("gradient of a norm")
-    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
+    largest, own_kernel = (
+        params["largest"] if ctx.use_fp8(FP8) else None,
+        partial(ctx.use_own_kernel, OWN_KERNELS),
+    )
+    casts, rotary, normed = (
+        own_kernel("FP8 casts"),
+        own_kernel("queries and keys"),
+        own_kernel("gradient of a norm"),
+    )
+    matrices, share = (
+        params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
+        lanes[0] / (LANES * ctx.pieces),
+    )
     # Scales of all layers at once; the last one has none after it.
-    layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
+    layers, own = (
+        np.array(ATTENDING),
+        params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype),
+    )
     after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
     heads_in = scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
     heads_out = scaled_bank(params["values_outs"], own.reshape(-1))
-    heads_out = scaled_bank(heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1))
+    heads_out = scaled_bank(
+        heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1)
+    )
     if largest is not None:
-        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(-1)
+        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(
+            -1
+        )
         feed_scales = fp8.scales_of(params["mlp"][: len(after_feed)], after_feed).reshape(-1, 2)
-        in_scales = jnp.max(fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1)
+        in_scales = jnp.max(
+            fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1
+        )
         value_scales = fp8.scales_of(heads_out[: 2 * len(layers) : 2], read_NO=READ_VALUES)
 
     def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
         up, down = matrices[number]
-        watched, w_scales = (None, None) if largest is None else (largest[number, :3], feed_scales[number])
+        watched, w_scales = (
+            (None, None) if largest is None else (largest[number, :3], feed_scales[number])
+        )
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
         return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
-        return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
+        return lambda a_BTD: [
+            feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer
+        ]
 
-    def attend(a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0) -> jax.Array:
+    def attend(
+        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0
+    ) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
         (angles, scale), width = (wide, HEAD_WIDTH) if long else (narrow, HEAD_WIDTH // 2)
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
         queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
-        queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
+        queries_keys = jnp.moveaxis(
+            queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1
+        )
         value, out = heads_out[2 * number : 2 * number + 2]
         value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
         out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
@@ -285,7 +395,9 @@ def hidden(
         if largest is None:
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
-            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts)
+            multiply = partial(
+                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts
+            )
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
@@ -294,10 +406,26 @@ def hidden(
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = attention_in_pairs if paired else attention, rotary and width < v_BTHK.shape[-1]
-        back = (1 + BLOCK * GRADIENT_WINDOWS[stage]) if GRADIENT_WINDOWS[stage] and ctx.training else None
-        path = partial(path, marked=rotary, tagged=tagged, gradient_window=back, backend=ctx.attention)
-        y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
+        path, tagged = (
+            attention_in_pairs if paired else attention,
+            rotary and width < v_BTHK.shape[-1],
+        )
+        back = (
+            (1 + BLOCK * GRADIENT_WINDOWS[stage])
+            if GRADIENT_WINDOWS[stage] and ctx.training
+            else None
+        )
+        path = partial(
+            path, marked=rotary, tagged=tagged, gradient_window=back, backend=ctx.attention
+        )
+        y_BTHK = path(
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            scale=scale,
+            documents=documents,
+            window=ctx.stage.windows[layer],
+        )
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
             y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
@@ -306,19 +434,31 @@ def hidden(
         return y_BTHK.reshape(*lanes, -1) @ out
 
     def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
-        # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that
+        # matmuls add up.
         if layer not in VALUE_OF:
             return None
         read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
-        return 2 * sparse_gate(jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]])
+        return 2 * sparse_gate(
+            jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]]
+        )
 
     tied = STARTS[stage + 1] - 1 <= LAST_TIED
     if e_BTD is None or not tied:
         e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
-    start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
-    half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
-    rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
-    found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=own_kernel("sums of rows")), 2, axis=1)
+    start_BTD = rms_norm(
+        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
+    )
+    half, likes_BT = (
+        NGRAMS // 2,
+        jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT,
+    )
+    rows_BT = jnp.concatenate(
+        [bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1
+    )
+    found = jnp.split(
+        ctx.fetch(params["ngrams"], rows_BT, own_kernels=own_kernel("sums of rows")), 2, axis=1
+    )
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
@@ -327,7 +467,9 @@ def hidden(
     followed = retrieved.terms(params.get("retrieved"), words_VD, ctx.matches, RETRIEVAL)
     earlier = retrieved.earlier(tokens_BT, BOS, COPIES) if COPIES else None
     copied = retrieved.terms(params.get("copied"), words_VD, earlier, COPIES)
-    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1], *copied[:1])
+    x_BTD = first_BTD = blend(
+        (1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1], *copied[:1]
+    )
     outputs: list[jax.Array] = []
     for layer in range(LAST):
         if layer == GATES_FROM:
@@ -359,17 +501,34 @@ def hidden(
     a_BTD = rms_norm(x_BTD)
     x_BTD = blend((c[12], x_BTD), (c[13], feed(a_BTD, FEEDS.index(LAST))))
     c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
-    added = [first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM], values[1], values[3], values[2]]
+    added = [
+        first_BTD,
+        shared_BTD,
+        input_BTD,
+        values[0],
+        outputs[SKIP_FROM],
+        values[1],
+        values[3],
+        values[2],
+    ]
     added += [a_BTD, rms_norm(shared_BTD)]
     return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:], *copied[1:]))
 
 
-def pointing(params: dict[str, jax.Array], x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> Any:
-    """Return queries and keys ``[B, T, K]`` of the pointer, the key of no token, documents and the window."""
+def pointing(
+    params: dict[str, jax.Array], x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context
+) -> Any:
+    """Return queries and keys ``[B, T, K]`` of the pointer, the key of no token, documents and the
+    window."""
     q_BTK, k_BTK = (rms_norm(x_BTD @ weights_DK) for weights_DK in params["pointer"])
     q_BTK *= (params["pointer_gain"] * POINTER_WIDTH**-0.5).astype(q_BTK.dtype)
     window = POINTER_WINDOWS[ctx.stage.own] if ctx.training else EVAL_POINTER_WINDOW
-    found = {"q_BTK": q_BTK, "k_BTK": k_BTK, "none_K": params["pointer_none"], "tokens_BT": tokens_BT}
+    found = {
+        "q_BTK": q_BTK,
+        "k_BTK": k_BTK,
+        "none_K": params["pointer_none"],
+        "tokens_BT": tokens_BT,
+    }
     return found | {"documents": find_documents(tokens_BT, BOS), "window": window}
 
 
@@ -381,33 +540,47 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
-    both are over a part of the vocabulary until the last stages."""
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
+    over a lane, and both are over a part of the vocabulary until the last stages."""
     scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
 
     def copied(x_BTD: jax.Array) -> Copies:
-        rest = pointing(params, x_BTD, tokens_BT, ctx) | {"own_kernels": ctx.use_own_kernel(OWN_KERNELS, "pointer")}
+        rest = pointing(params, x_BTD, tokens_BT, ctx) | {
+            "own_kernels": ctx.use_own_kernel(OWN_KERNELS, "pointer")
+        }
         return pointer.copies(COPY, targets_BT=targets_BT, **rest)
 
     if not ctx.training:
         x_BTD = hidden(params, tokens_BT, ctx)
-        return score(params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, copies=copied(x_BTD))
-    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
+        return score(
+            params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, copies=copied(x_BTD)
+        )
+    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over
+    # a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    score = partial(score, chunk=ctx.head_chunk, table_from=one_token_in(HEAD_ONE_IN[ctx.stage.own], ctx.step))
+    score = partial(
+        score, chunk=ctx.head_chunk, table_from=one_token_in(HEAD_ONE_IN[ctx.stage.own], ctx.step)
+    )
     lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
     if columns >= VOCAB:
         x_BTD = hidden(params, tokens_BT, ctx)
         return score(params["head"], x_BTD, targets_NBT, weights_NBT, copies=copied(x_BTD))
     starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
-    chosen = [candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, starts[lane]) for lane in lanes]
+    chosen = [
+        candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, starts[lane])
+        for lane in lanes
+    ]
     # At once: the gradient of the table that these stages share is added up once.
     e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
     x_BTD = hidden(params, tokens_BT, ctx, e_BTD)
@@ -415,18 +588,28 @@ def loss(
 
 
 def optimizer() -> optax.GradientTransformation:
-    """ANVIL on the blocks' matrices, Adam every other step on the rest, on tables later every fourth."""
+    """ANVIL on the blocks' matrices, Adam every other step on the rest, on tables later every
+    fourth."""
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
     by_group["largest"] = measured()
     _, beta1, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    by_group["tables"] = when_due(cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4)
-    muon = partial(
-        anvil, lambda step: ANVIL_LR * rate(step), through(MOMENTUM), Rails(RAILS_FROM, *RAILS[1:]), beta2=ANVIL_BETA2
+    by_group["tables"] = when_due(
+        cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4
     )
-    wide, live = max(1.0, MLP_WIDTH / WIDTH) ** 0.5, np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
+    muon = partial(
+        anvil,
+        lambda step: ANVIL_LR * rate(step),
+        through(MOMENTUM),
+        Rails(RAILS_FROM, *RAILS[1:]),
+        beta2=ANVIL_BETA2,
+    )
+    wide, live = (
+        max(1.0, MLP_WIDTH / WIDTH) ** 0.5,
+        np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS),
+    )
     up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
         by_group[group] = muon(weight_decay=ANVIL_DECAY, scale=scale, dtype=COMPUTE)
@@ -434,10 +617,18 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def row_optimizers() -> dict[str, RowTransformation]:
-    """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
+    """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value
+    tables."""
     _, _, beta2, decay = TABLES
-    betas, decays = of_pairs(lambda pairs: beta2**pairs), of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    return {"ngrams": row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)}
+    betas, decays = (
+        of_pairs(lambda pairs: beta2**pairs),
+        of_pairs(lambda pairs: decay * ADAM_DECAY * pairs),
+    )
+    return {
+        "ngrams": row_adam(
+            of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS
+        )
+    }
 
 
 def of_tables(update: jax.Array) -> jax.Array:
@@ -446,20 +637,30 @@ def of_tables(update: jax.Array) -> jax.Array:
 
 
 def of_pairs(value: Any) -> optax.Schedule:
-    """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an update stands for."""
+    """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an
+    update stands for."""
     pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in TABLE_UPDATES])
     return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
 
 
 def averages() -> tuple[Average, ...]:
-    """Averages over the last quarter of the run, in the order in which they take the weights' place."""
+    """Averages over the last quarter of the run, in the order in which they take the weights'
+    place."""
     steps, long, short = np.arange(TOTAL), *(round(LENGTH * last) for last in LAST_STEPS)
-    of_two, of_four = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2), 4 / (FORGET * short)
+    of_two, of_four = (
+        np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2),
+        4 / (FORGET * short),
+    )
     words = rates_of(steps % 2 == 1, of_two, long, first=max(0, TOTAL - long))
-    blended, less = rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long), BANKS_BLEND - FASTER
+    blended, less = (
+        rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long),
+        BANKS_BLEND - FASTER,
+    )
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
-        Average(rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short), {"values_outs": 1.0, "mlp": 1.0}),
+        Average(
+            rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short), {"values_outs": 1.0, "mlp": 1.0}
+        ),
         Average(rates_of(np.isin(steps, TABLE_UPDATES), of_four, short), {"values": 1.0}),
         Average(blended, {"queries_keys": BANKS_BLEND, "values_outs": less, "mlp": less}),
     )
@@ -470,9 +671,22 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-WIDTHS = [(layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
-ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
-STAGES = tuple(Stage(*row, scored=min(COLUMNS[n], VOCAB), every=TABLES_EVERY[n], own=n) for n, row in enumerate(ROWS))
+WIDTHS = [
+    (layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS))
+    for layer in range(LAYERS)
+]
+ROWS = zip(
+    STEPS,
+    LANE_LENS,
+    MAX_DOC_LENS,
+    MAX_DOCS,
+    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
+    strict=True,
+)
+STAGES = tuple(
+    Stage(*row, scored=min(COLUMNS[n], VOCAB), every=TABLES_EVERY[n], own=n)
+    for n, row in enumerate(ROWS)
+)
 
 RECIPE = Recipe(
     name="jspeed3",

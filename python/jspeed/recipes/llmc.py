@@ -1,7 +1,8 @@
 """llmc: record 1, the GPT-2 of llm.c. LayerNorm, GELU, learned positions, biases, tied head, AdamW.
 
-What        The point of departure: GPT-2 124M as llm.c trains it, with llm.c's published settings. One change: the
-            padded rows of the vocabulary are part of the softmax, as in every later record.
+What        The point of departure: GPT-2 124M as llm.c trains it, with llm.c's published settings.
+            One change: the padded rows of the vocabulary are part of the softmax, as in every later
+            record.
 Departures  Shards are read in order; llm.c shuffles them, and the batches in each.
 Source      llm.c's GPT-2 124M settings and modded-nanogpt record 1: 45 minutes on 8xH100, 3.2722.
 Hardware    8xH100: not run here. On CPU at a small size: benchmarks/quality.md.
@@ -90,7 +91,9 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """One layer, its parameters in ``p``."""
     width = WIDTH // HEADS
     a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
-    qkv_BTHNK = (a_BTD @ p["qkv"] + p["qkv_bias"][None, None]).reshape(*x_BTD.shape[:2], HEADS, 3, width)
+    qkv_BTHNK = (a_BTD @ p["qkv"] + p["qkv_bias"][None, None]).reshape(
+        *x_BTD.shape[:2], HEADS, 3, width
+    )
     y_BTHK = attention(*jnp.moveaxis(qkv_BTHNK, 3, 0), scale=width**-0.5, backend=ctx.attention)
     x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"] + p["out_bias"][None, None]
     a_BTD = layer_norm(x_BTD, p["mlp_gain"], p["mlp_bias"])
@@ -125,19 +128,25 @@ def loss(
     """Return (weighted sum, loss of every token in nats)."""
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
-    return cross_entropy(head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk)
+    return cross_entropy(
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+    )
 
 
 def schedule() -> optax.Schedule:
     """Linear over ``WARMUP`` steps, then a cosine to 0."""
     warm_up = optax.linear_schedule(LEARNING_RATE / WARMUP, LEARNING_RATE, WARMUP - 1)
-    return optax.join_schedules([warm_up, optax.cosine_decay_schedule(LEARNING_RATE, STEPS - WARMUP)], [WARMUP])
+    return optax.join_schedules(
+        [warm_up, optax.cosine_decay_schedule(LEARNING_RATE, STEPS - WARMUP)], [WARMUP]
+    )
 
 
 def optimizer() -> optax.GradientTransformation:
     """AdamW after clipping the whole gradient; decay on matrices and tables only."""
     decayed = map_specs(lambda spec: spec.group == "decay", PARAMETERS)
-    adamw = optax.adamw(schedule(), b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed)
+    adamw = optax.adamw(
+        schedule(), b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed
+    )
     return optax.chain(optax.clip_by_global_norm(CLIP) if CLIP else optax.identity(), adamw)
 
 

@@ -1,11 +1,15 @@
-"""microgpt-names: a model of 202,240 parameters that learns first names, letter by letter, and invents some.
+"""microgpt-names: a model of 202,240 parameters that learns first names, letter by letter, and
+invents some.
 
-What        microgpt: four layers of width 64, RMS norm without gain, learned positions, ReLU, no biases, an untied
-            head and no norm before it. A row is one name, BOS before and after it, then PAD, which the loss leaves out.
-Source      skyward's "Distributed MicroGPT with JAX" (batch 64, Adam 3e-4 falling linearly to 0 over 2,000 steps),
-            after Karpathy's microgpt; names.txt of makemore. Here names come in seeded passes, without replacement.
-Hardware    two CPU cores, about two minutes: a training loss of 2.104, the mean of the last 50 steps, and of 2.164 on
-            held-out names (seed 1). `python scripts/prepare.py names` fetches the data.
+What        microgpt: four layers of width 64, RMS norm without gain, learned positions, ReLU, no
+            biases, an untied head and no norm before it. A row is one name, BOS before and after
+            it, then PAD, which the loss leaves out.
+Source      skyward's "Distributed MicroGPT with JAX" (batch 64, Adam 3e-4 falling linearly to 0
+            over 2,000 steps), after Karpathy's microgpt; names.txt of makemore. Here names come in
+            seeded passes, without replacement.
+Hardware    two CPU cores, about two minutes: a training loss of 2.104, the mean of the last 50
+            steps, and of 2.164 on held-out names (seed 1). `python scripts/prepare.py names`
+            fetches the data.
 Parent      none
 """
 
@@ -72,7 +76,9 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
     """One layer, its parameters in ``p``."""
     heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
     a_BTD = rms_norm(x_BTD)
-    q_BTHK, k_BTHK, v_BTHK = ((a_BTD @ p[name]).reshape(heads) for name in ("query", "key", "value"))
+    q_BTHK, k_BTHK, v_BTHK = (
+        (a_BTD @ p[name]).reshape(heads) for name in ("query", "key", "value")
+    )
     y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5)
     x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"]
     return x_BTD + jax.nn.relu(rms_norm(x_BTD) @ p["up"]) @ p["down"]
@@ -80,7 +86,9 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
 
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: fp32 ``[B, T, D]``."""
-    x_BTD = rms_norm(params["embed"][tokens_BT] + positions(params["positions"], tokens_BT.shape[1]))
+    x_BTD = rms_norm(
+        params["embed"][tokens_BT] + positions(params["positions"], tokens_BT.shape[1])
+    )
     return ctx.blocks(block, PARAMETERS, LAYERS, params, x_BTD)
 
 

@@ -1,10 +1,13 @@
-"""nanogpt: nanoGPT's Shakespeare letter by letter: LayerNorm, dropout, random windows, AdamW; the MLP is SwiGLU.
+"""nanogpt: nanoGPT's Shakespeare letter by letter: LayerNorm, dropout, random windows, AdamW; the
+MLP is SwiGLU.
 
-What        The settings of nanoGPT's train_shakespeare_char.py: 6 layers of 384, 5,000 steps of 64 windows of 256
-            letters that start anywhere, dropout 0.2, a warm-up and a cosine to a tenth of the rate. In place of
-            GELU's MLP one of SwiGLU with as many parameters, after nanoJAXGPT.
-Departures  Attention's probabilities are not dropped, since no fused attention of JAX drops them: dropout is on
-            embeddings and on what attention and MLP add. The loss is that of the last step, nanoGPT's the best.
+What        The settings of nanoGPT's train_shakespeare_char.py: 6 layers of 384, 5,000 steps of 64
+            windows of 256 letters that start anywhere, dropout 0.2, a warm-up and a cosine to a
+            tenth of the rate. In place of GELU's MLP one of SwiGLU with as many parameters, after
+            nanoJAXGPT.
+Departures  Attention's probabilities are not dropped, since no fused attention of JAX drops them:
+            dropout is on embeddings and on what attention and MLP add. The loss is that of the last
+            step, nanoGPT's the best.
 Source      nanoGPT, which reaches 1.4697 in 3 minutes on an A100; nanoJAXGPT for SwiGLU.
 Hardware    one GPU: not run here. nanoGPT's setting for a CPU is the recipe nanogpt-cpu.
 Parent      gpt2
@@ -70,10 +73,14 @@ def matrix(init: initializers.Initializer, **axes: int) -> ParamSpec:
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "decay", COMPUTE),
     "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "decay", COMPUTE),
-    "attention_gain": ParamSpec((LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE),
+    "attention_gain": ParamSpec(
+        (LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE
+    ),
     "qkv": matrix(normal, model=WIDTH, heads=3 * WIDTH),
     "out": matrix(residual, heads=WIDTH, model=WIDTH),
-    "mlp_gain": ParamSpec((LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE),
+    "mlp_gain": ParamSpec(
+        (LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE
+    ),
     "gate": matrix(normal, model=WIDTH, mlp=MLP_WIDTH),
     "up": matrix(normal, model=WIDTH, mlp=MLP_WIDTH),
     "down": matrix(residual, mlp=MLP_WIDTH, model=WIDTH),
@@ -94,11 +101,15 @@ def block(p: dict[str, jax.Array], x: Rows, ctx: Context) -> Rows:
     x_BTD, keys_B2 = x
     rate = DROPOUT if ctx.training else 0.0
     width = WIDTH // HEADS
-    qkv_BTHNK = (norm(x_BTD, p["attention_gain"]) @ p["qkv"]).reshape(*x_BTD.shape[:2], HEADS, 3, width)
+    qkv_BTHNK = (norm(x_BTD, p["attention_gain"]) @ p["qkv"]).reshape(
+        *x_BTD.shape[:2], HEADS, 3, width
+    )
     y_BTHK = attention(*jnp.moveaxis(qkv_BTHNK, 3, 0), scale=width**-0.5, backend=ctx.attention)
     y_BTD, keys_B2 = dropout(y_BTHK.reshape(x_BTD.shape) @ p["out"], keys_B2, rate)
     x_BTD += y_BTD
-    y_BTD, keys_B2 = dropout(swiglu(norm(x_BTD, p["mlp_gain"]), p["gate"], p["up"], p["down"]), keys_B2, rate)
+    y_BTD, keys_B2 = dropout(
+        swiglu(norm(x_BTD, p["mlp_gain"]), p["gate"], p["up"], p["down"]), keys_B2, rate
+    )
     return x_BTD + y_BTD, keys_B2
 
 
@@ -131,11 +142,14 @@ def loss(
     """Return (weighted sum, loss of every token in nats)."""
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
-    return cross_entropy(head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk)
+    return cross_entropy(
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+    )
 
 
 def schedule() -> optax.Schedule:
-    """Linear from 0 over ``WARMUP`` steps, then a cosine to ``FINAL_RATE`` at step ``COOLDOWN``, which stays."""
+    """Linear from 0 over ``WARMUP`` steps, then a cosine to ``FINAL_RATE`` at step ``COOLDOWN``,
+    which stays."""
     if not COOLDOWN:
         return optax.warmup_constant_schedule(0.0, LEARNING_RATE, WARMUP)
     return optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP, COOLDOWN, FINAL_RATE)
@@ -144,7 +158,9 @@ def schedule() -> optax.Schedule:
 def optimizer() -> optax.GradientTransformation:
     """AdamW after clipping the whole gradient; decay on matrices and tables only."""
     decayed = map_specs(lambda spec: spec.group == "decay", PARAMETERS)
-    adamw = optax.adamw(schedule(), b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed)
+    adamw = optax.adamw(
+        schedule(), b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed
+    )
     return optax.chain(optax.clip_by_global_norm(CLIP) if CLIP else optax.identity(), adamw)
 
 

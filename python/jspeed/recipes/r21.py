@@ -1,15 +1,19 @@
-"""r21: record 21. FP8 head, value embeddings, U-net skips, attention within documents and growing windows.
+"""r21: record 21. FP8 head, value embeddings, U-net skips, attention within documents and growing
+windows.
 
-What        Against track3: no biases and no gains; the embedding enters every layer again (block scales), three tables
-            add to the values of the first and last three layers, the first half's outputs return in the second half
-            (U-net), layer 7 has no attention; lanes of 49,152 tokens with attention inside documents and windows
-            that grow from 128 to 1,792 tokens, half of that outside LONG_LAYERS; another softcap; the head in FP8;
-            momentum warm-up, no weight decay, rates that end at a tenth; 384 Ki tokens a step, 1,770 steps.
-Departures  A window of n blocks shows every query 128 n - 63 keys; the record's mask of blocks shows 128 (n - 1) + 1 to
-            128 n, by the query's place in its block, 128 n - 63.5 in the mean; tables and their Adam moments are stored
-            in fp32, there in bf16; gradients of matrices and head are sent in bf16, there in fp32; the FP8 head
-            quantises weights rounded to bf16, there fp32 ones: one in 32 gets its other neighbour, which moves logits
-            by 1.6 % (rms; FP8 itself by 3.5 %); validation on the way uses the last stage's windows.
+What        Against track3: no biases and no gains; the embedding enters every layer again (block
+            scales), three tables add to the values of the first and last three layers, the first
+            half's outputs return in the second half (U-net), layer 7 has no attention; lanes of
+            49,152 tokens with attention inside documents and windows that grow from 128 to 1,792
+            tokens, half of that outside LONG_LAYERS; another softcap; the head in FP8; momentum
+            warm-up, no weight decay, rates that end at a tenth; 384 Ki tokens a step, 1,770 steps.
+Departures  A window of n blocks shows every query 128 n - 63 keys; the record's mask of blocks
+            shows 128 (n - 1) + 1 to 128 n, by the query's place in its block, 128 n - 63.5 in the
+            mean; tables and their Adam moments are stored in fp32, there in bf16; gradients of
+            matrices and head are sent in bf16, there in fp32; the FP8 head quantises weights
+            rounded to bf16, there fp32 ones: one in 32 gets its other neighbour, which moves logits
+            by 1.6 % (rms; FP8 itself by 3.5 %); validation on the way uses the last stage's
+            windows.
 Source      modded-nanogpt record 21: 2.933 minutes on 8xH100 (100 ms a step), 3.2787 (n = 81).
 Hardware    8xH100: compiled for it, not run here. On CPU at a small size: benchmarks/quality.md.
 Parent      track3
@@ -45,7 +49,8 @@ ATTENTION_SCALE = 0.12
 SOFTCAP = 15.0
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Newton-Schulz
 FP8 = "auto"  # the head in training: auto (where it is native), on, off
-BANK = 8  # the attention bank is padded to a multiple of this, so that as many devices own equal parts
+# the attention bank is padded to a multiple of this, so that as many devices own equal parts
+BANK = 8
 
 # Batch: lanes x lane length tokens a step
 LANES = 8
@@ -80,7 +85,9 @@ EVAL_LEN = 262_144
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 # std 0.5 / sqrt(fan_in)
-scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+scaled = initializers.variance_scaling(
+    0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
 normal, ones, zeros = initializers.normal(1.0), initializers.ones, initializers.zeros
 CAP = sigmoid_cap(SOFTCAP)
 
@@ -99,19 +106,26 @@ def bank(init: initializers.Initializer, group: str, *shape: int, padding: int =
 def pairs(*start: float) -> ParamSpec:
     """Two scalars for every layer."""
     return ParamSpec(
-        (LAYERS, 2), ("layer", "pair"), lambda _, shape, dtype: jnp.array([start] * shape[0], dtype), "scalars"
+        (LAYERS, 2),
+        ("layer", "pair"),
+        lambda _, shape, dtype: jnp.array([start] * shape[0], dtype),
+        "scalars",
     )
 
 
-# The bank "attention" holds query, key, value and output of the first layer that attends, then of the next, ...; the
-# bank "mlp" up and down of every layer, down transposed.
+# The bank "attention" holds query, key, value and output of the first layer that attends, then of
+# the next, ...; the bank "mlp" up and down of every layer, down transposed.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "embed", COMPUTE),
-    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), normal, "embed", COMPUTE),
+    "values": ParamSpec(
+        (VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), normal, "embed", COMPUTE
+    ),
     "block_scales": pairs(1.0, 0.0),
     "value_scales": pairs(0.5, 0.5),
     "skip_scales": ParamSpec((HALF,), ("layer",), ones, "scalars"),
-    "attention": bank(zero_every(4, scaled), "attention", MATRICES + PADDING, WIDTH, WIDTH, padding=PADDING),
+    "attention": bank(
+        zero_every(4, scaled), "attention", MATRICES + PADDING, WIDTH, WIDTH, padding=PADDING
+    ),
     "mlp": bank(zero_every(2, scaled), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head", COMPUTE),
 }
@@ -185,7 +199,8 @@ def loss(
 
 
 def falling(peak: float) -> optax.Schedule:
-    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the
+    steps."""
     return through({(1 - COOLDOWN) * STEPS: peak, STEPS: FINAL_LR * peak})
 
 
@@ -196,7 +211,9 @@ def momentum(step: jax.Array) -> jax.Array:
 
 def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
     """Muon with the recipe's constants, its updates times ``scale``."""
-    return muon(falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=scale, dtype=COMPUTE)
+    return muon(
+        falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=scale, dtype=COMPUTE
+    )
 
 
 def adam(peak: float) -> optax.GradientTransformation:
@@ -218,12 +235,14 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def blocks_at(step: int) -> int:
-    """Blocks in the long window at ``step``: linear to ``WINDOW`` tokens, rounded up, at least one."""
+    """Blocks in the long window at ``step``: linear to ``WINDOW`` tokens, rounded up, at least
+    one."""
     return max(1, -(-WINDOW * step // (STEPS * BLOCK)))
 
 
 def windows_of(blocks: int) -> tuple[int, ...]:
-    """The window of every layer in tokens: ``blocks`` in LONG_LAYERS, half of them elsewhere, the newest half full."""
+    """The window of every layer in tokens: ``blocks`` in LONG_LAYERS, half of them elsewhere, the
+    newest half full."""
     most = [blocks if layer in LONG_LAYERS else max(1, blocks // 2) for layer in range(LAYERS)]
     return tuple(BLOCK * n - BLOCK // 2 + 1 for n in most)
 

@@ -1,10 +1,12 @@
 """r29: record 29. r21 on whole documents, with three windows and gated attention heads.
 
-What        Against r21: every lane is filled with documents from their start, cut at 2,048 tokens; windows of 3, 7 and
-            11 blocks, a third of the run each; each head's output is multiplied by a gate that reads the first twelve
-            channels; FP8 scales for the summed loss, as Adam's epsilon is; a longer cooldown; 1,670 steps.
-Departures  r21's, its mask apart; Adam's epsilon is added after bias correction, there before: rows of tables whose
-            gradients are near 1e-9 move up to 1.3 % (norm) less there in the first step, none below 1e-4.
+What        Against r21: every lane is filled with documents from their start, cut at 2,048 tokens;
+            windows of 3, 7 and 11 blocks, a third of the run each; each head's output is multiplied
+            by a gate that reads the first twelve channels; FP8 scales for the summed loss, as
+            Adam's epsilon is; a longer cooldown; 1,670 steps.
+Departures  r21's, its mask apart; Adam's epsilon is added after bias correction, there before: rows
+            of tables whose gradients are near 1e-9 move up to 1.3 % (norm) less there in the first
+            step, none below 1e-4.
 Source      modded-nanogpt record 29: 2.731 minutes on 8xH100 (98 ms a step), 3.2769 (n = 7).
 Hardware    8xH100: compiled for it, not run here.
 Parent      r21
@@ -39,7 +41,8 @@ ATTENTION_SCALE = 0.12
 SOFTCAP = 15.0
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Newton-Schulz
 FP8 = "auto"  # the head in training: auto (where it is native), on, off
-BANK = 8  # the attention bank is padded to a multiple of this, so that as many devices own equal parts
+# the attention bank is padded to a multiple of this, so that as many devices own equal parts
+BANK = 8
 
 # Batch: lanes x lane length tokens a step
 LANES = 8
@@ -75,7 +78,9 @@ EVAL_LEN = 262_144
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 # std 0.5 / sqrt(fan_in)
-scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+scaled = initializers.variance_scaling(
+    0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
 normal, ones, zeros = initializers.normal(1.0), initializers.ones, initializers.zeros
 CAP = sigmoid_cap(SOFTCAP)
 
@@ -93,19 +98,26 @@ def bank(init: initializers.Initializer, group: str, *shape: int, padding: int =
 def pairs(*start: float) -> ParamSpec:
     """Two scalars for every layer."""
     return ParamSpec(
-        (LAYERS, 2), ("layer", "pair"), lambda _, shape, dtype: jnp.array([start] * shape[0], dtype), "scalars"
+        (LAYERS, 2),
+        ("layer", "pair"),
+        lambda _, shape, dtype: jnp.array([start] * shape[0], dtype),
+        "scalars",
     )
 
 
-# The bank "attention" holds query, key, value and output of the first layer that attends, then of the next, ...; the
-# bank "mlp" up and down of every layer, down transposed.
+# The bank "attention" holds query, key, value and output of the first layer that attends, then of
+# the next, ...; the bank "mlp" up and down of every layer, down transposed.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "embed", COMPUTE),
-    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), normal, "embed", COMPUTE),
+    "values": ParamSpec(
+        (VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), normal, "embed", COMPUTE
+    ),
     "block_scales": pairs(1.0, 0.0),
     "value_scales": pairs(0.5, 0.5),
     "skip_scales": ParamSpec((HALF,), ("layer",), ones, "scalars"),
-    "attention": bank(zero_every(4, scaled), "attention", MATRICES + PADDING, WIDTH, WIDTH, padding=PADDING),
+    "attention": bank(
+        zero_every(4, scaled), "attention", MATRICES + PADDING, WIDTH, WIDTH, padding=PADDING
+    ),
     "mlp": bank(zero_every(2, scaled), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
     "gate": bank(zeros, "gate", LAYERS, GATE_WIDTH, HEADS),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head", COMPUTE),
@@ -178,7 +190,8 @@ def loss(
 
 
 def falling(peak: float) -> optax.Schedule:
-    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the
+    steps."""
     return through({(1 - COOLDOWN) * STEPS: peak, STEPS: FINAL_LR * peak})
 
 
@@ -195,7 +208,9 @@ def adam(peak: float) -> optax.GradientTransformation:
 def optimizer() -> optax.GradientTransformation:
     """Muon on the blocks' matrices, Adam on the rest."""
     # No shape has a rate of its own: the record stores up, like down, with fewer rows than columns.
-    matrices = muon(falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=1.0, dtype=COMPUTE)
+    matrices = muon(
+        falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=1.0, dtype=COMPUTE
+    )
     by_group = {
         "attention": matrices,
         "mlp": matrices,
@@ -209,8 +224,11 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def windows_of(blocks: int) -> tuple[int, ...]:
-    """The window of every layer in tokens, itself and so many blocks before it; half of them but in LONG_LAYERS."""
-    return tuple(1 + BLOCK * (blocks if layer in LONG_LAYERS else blocks // 2) for layer in range(LAYERS))
+    """The window of every layer in tokens, itself and so many blocks before it; half of them but in
+    LONG_LAYERS."""
+    return tuple(
+        1 + BLOCK * (blocks if layer in LONG_LAYERS else blocks // 2) for layer in range(LAYERS)
+    )
 
 
 STARTS = [-(-STEPS * n // len(WINDOWS)) for n in range(len(WINDOWS) + 1)]

@@ -1,13 +1,15 @@
-"""r62: record 62. Rows for pairs of tokens, several targets a token, paired heads, NorMuon, slow tables, three batches.
+"""r62: record 62. Rows for pairs of tokens, several targets a token, paired heads, NorMuon, slow
+tables, three batches.
 
-What        Against r29: eleven layers; a hashed row for each pair of tokens enters every layer; each token predicts
-            also the two after the next, less and less; batch, windows and rates grow in three stages, and rotary
-            frequencies with the windows (YaRN); heads attend in pairs in four layers, keys look back one token in
-            two; tokens are smeared; one skip and one layer taken back out replace the U-net; embedding and head are
-            one table for two thirds of the run; NorMuon with Polar Express and cautious decay; all that Adam updates,
+What        Against r29: eleven layers; a hashed row for each pair of tokens enters every layer;
+            each token predicts also the two after the next, less and less; batch, windows and rates
+            grow in three stages, and rotary frequencies with the windows (YaRN); heads attend in
+            pairs in four layers, keys look back one token in two; tokens are smeared; one skip and
+            one layer taken back out replace the U-net; embedding and head are one table for two
+            thirds of the run; NorMuon with Polar Express and cautious decay; all that Adam updates,
             every other step; another softcap and other FP8 scales; 1,600 steps.
-Departures  Tables and their Adam moments are stored in fp32; cosines and sines are fp32 (1e-4 nats a token, rms);
-            validation on the way uses the last windows and frequencies.
+Departures  Tables and their Adam moments are stored in fp32; cosines and sines are fp32 (1e-4 nats
+            a token, rms); validation on the way uses the last windows and frequencies.
 Source      modded-nanogpt record 62: 1.655 minutes on 8xH100 (61.3 ms a step), 3.2776 (n = 6).
 Hardware    8xH100: compiled for it, not run here.
 Parent      r29
@@ -101,29 +103,42 @@ STARTS = (0, *accumulate(STEPS))
 ATTENDING = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
 CAP = asymmetric_cap(23.0, 5.0, 7.5)
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
-# Rates rise a step after the batch: the record asks for more than a third, and two thirds, of the steps.
-rate = staged(RATES, [start and start + 1 for start in STARTS[:-1]], fall=COOLDOWN, floor=FINAL_RATE)
+# Rates rise a step after the batch: the record asks for more than a third, and two thirds, of the
+# steps.
+rate = staged(
+    RATES, [start and start + 1 for start in STARTS[:-1]], fall=COOLDOWN, floor=FINAL_RATE
+)
 normal, zeros = initializers.normal(0.005), initializers.zeros
 
 
 def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
-    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share them."""
+    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share
+    them."""
     padding = -count % LANES
-    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding)
+    return ParamSpec(
+        (count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding
+    )
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
-    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
-    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
+    where they start."""
+    init, compute = (
+        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    )
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
-# The bank "attention" holds query, key, value and output of the first layer that attends, then of the next, ...; the
-# bank "mlp" up and down of every layer, down transposed.
+# The bank "attention" holds query, key, value and output of the first layer that attends, then of
+# the next, ...; the bank "mlp" up and down of every layer, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "words", COMPUTE, every=2, twin="head"),
+    "embed": ParamSpec(
+        (VOCAB, WIDTH), ("token", "model"), normal, "words", COMPUTE, every=2, twin="head"
+    ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "words", COMPUTE, every=2),
-    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), zeros, "tables", COMPUTE, every=2),
+    "values": ParamSpec(
+        (VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), zeros, "tables", COMPUTE, every=2
+    ),
     "bigrams": ParamSpec((BIGRAMS, WIDTH), ("row", "model"), zeros, "tables", COMPUTE, every=2),
     "attention": bank(zero_every(4, uniform(1.0)), "attention", 4 * len(ATTENDING), WIDTH, WIDTH),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
@@ -145,16 +160,23 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     """Return what the head reads: ``[B, T, D]``."""
     stage, length = ctx.stage.own, tokens_BT.shape[1]
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len), ctx.stage.windows
+    documents, windows = (
+        find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len),
+        ctx.stage.windows,
+    )
     values = [lookup(table, tokens_BT).reshape(heads) for table in params["values"]]
-    angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
+    angles, scale = yarn(
+        frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]]
+    )
 
     def attend(a_BTD: jax.Array, layer: int) -> jax.Array:
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         query, key, value, out = params["attention"][4 * number : 4 * number + 4]
         own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
         positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
-        q_BTHK = rotate(rms_norm((a_BTD @ (own_scale * query)).reshape(heads)), angles, positions_TP)
+        q_BTHK = rotate(
+            rms_norm((a_BTD @ (own_scale * query)).reshape(heads)), angles, positions_TP
+        )
         k_BTHK = rotate(rms_norm((a_BTD @ (own_scale * key)).reshape(heads)), angles, positions_TP)
         v_BTHK = (a_BTD @ (own_scale * value)).reshape(heads)
         if layer in LONG_LAYERS:
@@ -163,20 +185,34 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             gate_BTH = 2 * sparse_gate(a_BTD, params["value_gates"][list(VALUE_OF).index(layer)])
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]]
         y_BTHK = (attention_in_pairs if paired else attention)(
-            q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer], backend=ctx.attention
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            scale=scale,
+            documents=documents,
+            window=windows[layer],
+            backend=ctx.attention,
         )
         y_BTHK *= sparse_gate(a_BTD, params["attention_gates"][number])[..., None]
         return y_BTHK.reshape(a_BTD.shape) @ (out_scale * out)
 
     e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
-    x_BTD = start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
+    x_BTD = start_BTD = rms_norm(
+        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
+    )
     bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS))
     outputs: list[jax.Array] = []
     for layer in range(LAYERS):
         if layer == NO_ATTENTION:
-            skip_BT = 2 * jax.nn.sigmoid(params["skip_scale"]) * sparse_gate(start_BTD, params["skip_gate"][0])
+            skip_BT = (
+                2
+                * jax.nn.sigmoid(params["skip_scale"])
+                * sparse_gate(start_BTD, params["skip_gate"][0])
+            )
             x_BTD += (skip_BT[..., None] * outputs[SKIP_FROM]).astype(x_BTD.dtype)
-        own, start, bigram = (params[f"{part}_scales"][layer] for part in ("layer", "start", "bigram"))
+        own, start, bigram = (
+            params[f"{part}_scales"][layer] for part in ("layer", "start", "bigram")
+        )
         x_BTD = (own * x_BTD + start * start_BTD + bigram * bigram_BTD).astype(x_BTD.dtype)
         if layer != NO_ATTENTION:
             x_BTD += attend(rms_norm(x_BTD), layer)
@@ -191,14 +227,22 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane."""
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
+    over a lane."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     if ctx.training:
-        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
-        shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
+        # over a lane.
+        shares = jnp.stack(
+            [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
+        )
         targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
@@ -220,7 +264,14 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
+ROWS = zip(
+    STEPS,
+    LANE_LENS,
+    MAX_DOC_LENS,
+    MAX_DOCS,
+    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
+    strict=True,
+)
 STAGES = tuple(Stage(*row, own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(

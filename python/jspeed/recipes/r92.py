@@ -1,16 +1,21 @@
-"""r92: record 92. A table of 84.6 million hashed bigrams and trigrams beside a smaller model; averages of weights.
+"""r92: record 92. A table of 84.6 million hashed bigrams and trigrams beside a smaller model;
+averages of weights.
 
-What        Against r89: layers without attention or MLP, narrow heads, four value tables, no composed heads; each token
-            mixes its last state from ten others, in twelve groups of channels. Bigrams and trigrams have a table that
-            is updated row by row, with one second moment a row. Training scores the lane's targets and some negatives,
-            in the last tenth everything. ANVIL on matrices: two momenta, six maps. After the last step averages take
+What        Against r89: layers without attention or MLP, narrow heads, four value tables, no
+            composed heads; each token mixes its last state from ten others, in twelve groups of
+            channels. Bigrams and trigrams have a table that is updated row by row, with one second
+            moment a row. Training scores the lane's targets and some negatives, in the last tenth
+            everything. ANVIL on matrices: two momenta, six maps. After the last step averages take
             the weights' place, with their norm.
-Departures  r89's; negatives start at lane x V / 8 + step x columns, there where the search of the step before ended;
-            gradients of n-grams add up in fp32 and travel in every step, there once an update in fp16 and bf16; FP8
-            scales are measured or delayed by 1.8 to 16, there constant or by 1.03 to 1.25, and gradients of queries,
-            keys and values are e5m2, there e4m3; sums of value tables and averages are fp32.
-Source      modded-nanogpt record 92 (ANVIL2), 39.914 s on 8xH100 (n = 18, 3.27731): the six files in the run log
-            records/track_1_short/2026-08-30_ANVIL2/this_pr/01b2f094-4536-479c-b0dd-cb14eba4844c.txt (4f5270e5).
+Departures  r89's; negatives start at lane x V / 8 + step x columns, there where the search of the
+            step before ended; gradients of n-grams add up in fp32 and travel in every step, there
+            once an update in fp16 and bf16; FP8 scales are measured or delayed by 1.8 to 16, there
+            constant or by 1.03 to 1.25, and gradients of queries, keys and values are e5m2, there
+            e4m3; sums of value tables and averages are fp32.
+Source      modded-nanogpt record 92 (ANVIL2), 39.914 s on 8xH100 (n = 18, 3.27731): the six files
+            in the run log
+            records/track_1_short/2026-08-30_ANVIL2/this_pr/01b2f094-4536-479c-b0dd-cb14eba4844c.txt
+            (4f5270e5).
 Hardware    8xH100: not run here.
 Parent      r89
 """
@@ -41,7 +46,16 @@ from jspeed.model.layers import (
 )
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
-from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_coefficients, named, padded, slots
+from jspeed.model.mudd import (
+    Parts,
+    add_normed,
+    blend,
+    coefficients,
+    grouped_coefficients,
+    named,
+    padded,
+    slots,
+)
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -83,12 +97,15 @@ GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
 MUDD_WIDTH = 64
 MUDD_SCALE = 0.1
 MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
-SIGNS = {2: (48271, 30011), 3: (58699, 39779, 26801)}  # factors of the hash that draws signs, by order
+# factors of the hash that draws signs, by order
+SIGNS = {2: (48271, 30011), 3: (58699, 39779, 26801)}
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
-COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
+# dtype of activations, of the weights they meet, of n-grams, and of the six maps
+COMPUTE = "bfloat16"
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
-OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
+# around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"
 
 # Stages
 LANES = 8
@@ -100,7 +117,8 @@ MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
-RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
+# of all learning rates, by the size of a batch
+RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
 COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
 TARGETS = (3, 2, 2, 1, 1, 1, 1)  # tokens ahead that a token predicts
@@ -113,7 +131,8 @@ ANVIL_LR = 0.023
 ANVIL_BETA2 = 0.9
 ANVIL_DECAY = 2.25
 MOMENTUM = {0: 0.85, 240: 0.93, 1144: 0.93, 1194: 0.85}  # lines between steps
-RAILS = (514, 0.85, 0.98, 0.4385)  # from which step; betas of fast and slow momentum; share of the fast one
+# from which step; betas of fast and slow momentum; share of the fast one
+RAILS = (514, 0.85, 0.98, 0.4385)
 ADAM = {  # rate, betas, decay in units of ADAM_DECAY
     "words": (0.008, 0.5, 0.95, 150),
     "value_gates": (0.008, 0.9, 0.99, 1),
@@ -145,68 +164,115 @@ EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
-CANONICAL = False  # as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes (91)
+# as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes
+# (91)
+CANONICAL = False
 
 STARTS = (0, *accumulate(STEPS))
 TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
 WIDE_LAYERS = LONG_LAYERS if NARROW_QUERIES else ATTENDING
 NARROW = len(ATTENDING) - len(WIDE_LAYERS)
-FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
+# whose MLP is where in the bank
+FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)
 CAP, ROWS_OF = asymmetric_cap(23.0, 5.0, 7.5), {2: bigram_rows, 3: trigram_rows}
 # Gates: layers that have it, how many numbers it is, what they start at.
-KINDS = {"own value": (XSA_LAYERS, HEADS, 0.0), "heads": (LONG_LAYERS, HEADS, 0.25), "skip": ((SKIP_INTO,), 1, 0.5)}
+KINDS = {
+    "own value": (XSA_LAYERS, HEADS, 0.0),
+    "heads": (LONG_LAYERS, HEADS, 0.25),
+    "skip": ((SKIP_INTO,), 1, 0.5),
+}
 KINDS |= {"start": (START_LAYERS, 1, 0.0), "ngram": (NGRAM_LAYERS, 1, 0.05)}
 GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
 # What the last layer mixes, in the order of use, and what is added after it.
 GAIN = 1.1**0.5
-MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8)
-HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5  # any power of two but 1
+MIX_STARTS = padded(
+    [0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8
+)
+# any power of two but 1
+HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5
 LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
 LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 # The steps in which tables are updated.
 STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
-UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
+UPDATES = np.array(
+    [step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32
+)
 
 
-# Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
+# Columns that are read of each matrix for queries and keys, and of each for values: half of every
+# head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
-READ_KEYS = np.repeat([layer in WIDE_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
+READ_KEYS = (
+    np.repeat([layer in WIDE_LAYERS for layer in ATTENDING], HEADS)[:, None]
+    | HALF[: 2 * HEAD_WIDTH]
+)
 READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
 
 
-def bank(init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0) -> ParamSpec:
-    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them. Of
-    ``halves`` layers half is read, WIDTH^2 numbers."""
+def bank(
+    init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0
+) -> ParamSpec:
+    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can
+    share them. Of ``halves`` layers half is read, WIDTH^2 numbers."""
     padding, unread = -count % LANES, WIDTH**2 * halves
 
     def draw(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         return init(key, shape, dtype) * (jnp.arange(shape[0]) < count)[:, None, None]
 
-    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), draw, group, COMPUTE, padding, unread=unread)
+    return ParamSpec(
+        (count + padding, *shape),
+        ("matrix", "in", "out"),
+        draw,
+        group,
+        COMPUTE,
+        padding,
+        unread=unread,
+    )
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
-    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
-    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
+    where they start."""
+    init, compute = (
+        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    )
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
-# Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in ATTENDING; narrow layers
-# read the first half of each head. Bank "values_outs": value and output of each; bank "mlp": up and down of each in
-# FEEDS, down transposed.
+# Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in
+# ATTENDING; narrow layers read the first half of each head. Bank "values_outs": value and output of
+# each; bank "mlp": up and down of each in FEEDS, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "embed": ParamSpec(
+        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
+    ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
-        (VOCAB, VALUE_TABLES, WIDTH), ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
+        (VOCAB, VALUE_TABLES, WIDTH),
+        ("token", "table", "model"),
+        small,
+        "tables",
+        COMPUTE,
+        every=4,
+        summed=True,
     ),
     "ngrams": ParamSpec(
-        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=len(ORDERS)
+        (NGRAMS, WIDTH),
+        ("row", "model"),
+        zeros,
+        "ngrams",
+        dtype=COMPUTE,
+        every=4,
+        lookups=len(ORDERS),
     ),
-    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW),
-    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)),
+    "queries_keys": bank(
+        uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW
+    ),
+    "values_outs": bank(
+        uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)
+    ),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
     "value_gates": slow(zeros, "value_gates", VALUE_TABLES - 1, GATE_WIDTH, HEADS),
     "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
@@ -223,16 +289,20 @@ PARAMETERS = {
     "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
     "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
     "gates_scale": slow(MUDD_SCALE, "gates_bias"),
-    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the gradients that enter
-    # its matmuls, of a layer's queries and keys, and of its values, their gradient. Every scale starts at 1.
-    "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
+    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the
+    # gradients that enter its matmuls, of a layer's queries and keys, and of its values, their
+    # gradient. Every scale starts at 1.
+    "largest": ParamSpec(
+        (len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"
+    ),
 }
 
 
 def hidden(
     params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
 ) -> jax.Array:
-    """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where they are known."""
+    """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where
+    they are known."""
     stage, lanes = ctx.stage.own, tokens_BT.shape
     heads = (*lanes, HEADS, HEAD_WIDTH)
     segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
@@ -246,35 +316,55 @@ def hidden(
     own_kernel = partial(ctx.use_own_kernel, OWN_KERNELS)
     casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
     normed, summed = own_kernel("gradient of a norm"), own_kernel("sums of rows")
-    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
+    matrices, share = (
+        params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
+        lanes[0] / (LANES * ctx.pieces),
+    )
     # Scales of all layers at once; the last one has none after it.
-    layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
+    layers, own = (
+        np.array(ATTENDING),
+        params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype),
+    )
     after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
     heads_in = scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
     heads_out = scaled_bank(params["values_outs"], own.reshape(-1))
-    heads_out = scaled_bank(heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1))
+    heads_out = scaled_bank(
+        heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1)
+    )
     if largest is not None:
-        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(-1)
+        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(
+            -1
+        )
         feed_scales = fp8.scales_of(params["mlp"][: len(after_feed)], after_feed).reshape(-1, 2)
-        in_scales = jnp.max(fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1)
+        in_scales = jnp.max(
+            fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1
+        )
         value_scales = fp8.scales_of(heads_out[: 2 * len(layers) : 2], read_NO=READ_VALUES)
 
     def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
         up, down = matrices[number]
-        watched, w_scales = (None, None) if largest is None else (largest[number, :3], feed_scales[number])
+        watched, w_scales = (
+            (None, None) if largest is None else (largest[number, :3], feed_scales[number])
+        )
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
         return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
-        return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
+        return lambda a_BTD: [
+            feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer
+        ]
 
-    def attend(a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0) -> jax.Array:
+    def attend(
+        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0
+    ) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
         angles, scale = wide if long else narrow
         width = HEAD_WIDTH if layer in WIDE_LAYERS else HEAD_WIDTH // 2
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
         queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
-        queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
+        queries_keys = jnp.moveaxis(
+            queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1
+        )
         value, out = heads_out[2 * number : 2 * number + 2]
         value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
         out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
@@ -283,7 +373,9 @@ def hidden(
         if largest is None:
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
-            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts)
+            multiply = partial(
+                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts
+            )
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
@@ -292,9 +384,19 @@ def hidden(
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = attention_in_pairs if paired else attention, rotary and width < v_BTHK.shape[-1]
+        path, tagged = (
+            attention_in_pairs if paired else attention,
+            rotary and width < v_BTHK.shape[-1],
+        )
         path = partial(path, marked=rotary, tagged=tagged, backend=ctx.attention)
-        y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
+        y_BTHK = path(
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            scale=scale,
+            documents=documents,
+            window=ctx.stage.windows[layer],
+        )
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
             y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
@@ -303,19 +405,26 @@ def hidden(
         return y_BTHK.reshape(*lanes, -1) @ out
 
     def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
-        # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that
+        # matmuls add up.
         if layer not in VALUE_OF:
             return None
         read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
-        return 2 * sparse_gate(jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]])
+        return 2 * sparse_gate(
+            jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]]
+        )
 
     tied = STARTS[stage + 1] - 1 <= LAST_TIED
     if e_BTD is None or not tied:
         e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
-    start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
+    start_BTD = rms_norm(
+        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
+    )
     part = NGRAMS // len(ORDERS)
     rows = [n * part + ROWS_OF[order](tokens_BT, part) for n, order in enumerate(ORDERS)]
-    found_BTD = ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=summed).astype(e_BTD.dtype)
+    found_BTD = ctx.fetch(
+        params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=summed
+    ).astype(e_BTD.dtype)
     found = zip(jnp.split(found_BTD, len(ORDERS), axis=1), ORDERS, strict=True)
     signed = (x_BTD * signs(tokens_BT, WIDTH, jnp.float32, SIGNS[order]) for x_BTD, order in found)
     ngram_BTD = reduce(jnp.add, signed).astype(e_BTD.dtype)
@@ -352,7 +461,16 @@ def hidden(
     a_BTD = rms_norm(x_BTD)
     x_BTD = blend((c[12], x_BTD), (c[13], feed(a_BTD, FEEDS.index(LAST))))
     c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
-    added = [first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM], values[1], values[3], values[2]]
+    added = [
+        first_BTD,
+        shared_BTD,
+        input_BTD,
+        values[0],
+        outputs[SKIP_FROM],
+        values[1],
+        values[3],
+        values[2],
+    ]
     added += [a_BTD, rms_norm(shared_BTD)]
     return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True)))
 
@@ -363,16 +481,28 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
-    both are over a part of the vocabulary until the last stages."""
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
+    over a lane, and both are over a part of the vocabulary until the last stages."""
     scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
     if not ctx.training:
         x_BTD = hidden(params, tokens_BT, ctx)
-        return score(params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, after=(tokens_BT, ctx.impossible))
-    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
+        return score(
+            params["head"],
+            x_BTD,
+            targets_BT,
+            weights_BT,
+            chunk=EVAL_CHUNK,
+            after=(tokens_BT, ctx.impossible),
+        )
+    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over
+    # a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
@@ -387,20 +517,34 @@ def loss(
     # At once: the gradient of the table that these stages share is added up once.
     e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
     score = partial(score, chunk=ctx.head_chunk)
-    return over_candidates(score, of_lanes, chosen, hidden(params, tokens_BT, ctx, e_BTD), targets_NBT, weights_NBT)
+    return over_candidates(
+        score, of_lanes, chosen, hidden(params, tokens_BT, ctx, e_BTD), targets_NBT, weights_NBT
+    )
 
 
 def optimizer() -> optax.GradientTransformation:
-    """ANVIL on the blocks' matrices, Adam every other step on the rest, on tables later every fourth."""
+    """ANVIL on the blocks' matrices, Adam every other step on the rest, on tables later every
+    fourth."""
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
     by_group["largest"] = measured()
     _, beta1, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    by_group["tables"] = when_due(cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4)
-    muon = partial(anvil, lambda step: ANVIL_LR * rate(step), through(MOMENTUM), Rails(*RAILS), beta2=ANVIL_BETA2)
-    wide, live = max(1.0, MLP_WIDTH / WIDTH) ** 0.5, np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
+    by_group["tables"] = when_due(
+        cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4
+    )
+    muon = partial(
+        anvil,
+        lambda step: ANVIL_LR * rate(step),
+        through(MOMENTUM),
+        Rails(*RAILS),
+        beta2=ANVIL_BETA2,
+    )
+    wide, live = (
+        max(1.0, MLP_WIDTH / WIDTH) ** 0.5,
+        np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS),
+    )
     up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
         by_group[group] = muon(weight_decay=ANVIL_DECAY, scale=scale, dtype=COMPUTE)
@@ -408,10 +552,21 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def row_optimizers() -> dict[str, RowTransformation]:
-    """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
+    """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value
+    tables."""
     _, _, beta2, decay = TABLES
-    betas, decays = of_pairs(lambda pairs: beta2**pairs), of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    adam = row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS, by_row=ROW_MOMENTS)
+    betas, decays = (
+        of_pairs(lambda pairs: beta2**pairs),
+        of_pairs(lambda pairs: decay * ADAM_DECAY * pairs),
+    )
+    adam = row_adam(
+        of_tables,
+        betas,
+        eps=ADAM_EPS,
+        weight_decay=decays,
+        own_kernels=OWN_KERNELS,
+        by_row=ROW_MOMENTS,
+    )
     return {"ngrams": adam}
 
 
@@ -421,13 +576,15 @@ def of_tables(update: jax.Array) -> jax.Array:
 
 
 def of_pairs(value: Any) -> optax.Schedule:
-    """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an update stands for."""
+    """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an
+    update stands for."""
     pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in UPDATES])
     return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
 
 
 def averages() -> tuple[Average, ...]:
-    """Averages over the last quarter of the run, in the order in which they take the weights' place."""
+    """Averages over the last quarter of the run, in the order in which they take the weights'
+    place."""
     steps, (long, short) = np.arange(TOTAL), LAST_STEPS
     of_two = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2)
     of_four = 4 / (FORGET * short)
@@ -449,8 +606,18 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-WIDTHS = [(layer in ATTENDING) * (3 + (layer in WIDE_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
-ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
+WIDTHS = [
+    (layer in ATTENDING) * (3 + (layer in WIDE_LAYERS) - (layer in HALF_LAYERS))
+    for layer in range(LAYERS)
+]
+ROWS = zip(
+    STEPS,
+    LANE_LENS,
+    MAX_DOC_LENS,
+    MAX_DOCS,
+    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
+    strict=True,
+)
 STAGES = tuple(
     Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
     for number, row in enumerate(ROWS)

@@ -1,11 +1,13 @@
 """tinystories: a small model of GPT-2's tokens that learns to tell stories for small children.
 
-What        fineweb-cpu, wider, deeper and trained for longer, on TinyStories: 32.0 M parameters, of which 25.8 M are
-            embedding and head of GPT-2's vocabulary; 16,384 tokens a step. Attention stays within a story. Training
-            scores a sample of the vocabulary, so its losses are estimates; evaluation scores all of it.
+What        fineweb-cpu, wider, deeper and trained for longer, on TinyStories: 32.0 M parameters, of
+            which 25.8 M are embedding and head of GPT-2's vocabulary; 16,384 tokens a step.
+            Attention stays within a story. Training scores a sample of the vocabulary, so its
+            losses are estimates; evaluation scores all of it.
 Source      Eldan and Li 2023 for the data; modded-nanogpt records 3 to 21 for the parts.
-Hardware    not run here on all of TinyStories: the target is chosen, not measured. Made for one GPU, or a night on a
-            CPU; `--steps 50` for a look. `python scripts/prepare.py tinystories` fetches the data.
+Hardware    not run here on all of TinyStories: the target is chosen, not measured. Made for one
+            GPU, or a night on a CPU; `--steps 50` for a look. `python scripts/prepare.py
+            tinystories` fetches the data.
 Parent      fineweb-cpu
 """
 
@@ -60,7 +62,9 @@ EVAL_TOKENS = 524_288
 EVAL_LEN = 256
 
 # std 0.5 / sqrt(fan_in), as in record 21
-scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+scaled = initializers.variance_scaling(
+    0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
 zeros = initializers.zeros
 
 PARAMETERS = {
@@ -72,12 +76,14 @@ PARAMETERS = {
     "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("matrix", "model", "mlp"), scaled, "blocks"),
     "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("matrix", "mlp", "model"), zeros, "blocks"),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head"),
-    "counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),  # how often each token has been a target
+    # how often each token has been a target
+    "counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),
 }
 
 
 Rows = tuple[jax.Array, Documents]
-"""Activations ``[B, T, D]`` and the documents of their rows, which go from layer to layer with them."""
+"""Activations ``[B, T, D]`` and the documents of their rows, which go from layer to layer with
+them."""
 
 
 def block(p: dict[str, jax.Array], x: Rows) -> Rows:
@@ -116,7 +122,8 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training both are estimates from a sample of tokens."""
+    """Return (weighted sum, loss of every token in nats); in training both are estimates from a
+    sample of tokens."""
     x_BTD = hidden(params, tokens_BT, ctx)
     arguments = head, params["head"], x_BTD, targets_BT, weights_BT
     cap = sigmoid_cap(SOFTCAP)
@@ -128,7 +135,8 @@ def loss(
 
 
 def falling(peak: float) -> optax.Schedule:
-    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the
+    steps."""
     steps = round(COOLDOWN * STEPS)
     return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
 
@@ -154,7 +162,9 @@ def optimizer() -> optax.GradientTransformation:
     return optax.partition(by_group, groups(PARAMETERS))
 
 
-STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)),)
+STAGES = (
+    Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)),
+)
 
 RECIPE = Recipe(
     name="tinystories",

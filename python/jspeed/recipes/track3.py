@@ -1,12 +1,14 @@
-"""track3: one fixed architecture for comparing optimizers. RoPE, QK-norm, squared ReLU, Muon + AdamW.
+"""track3: one fixed architecture for comparing optimizers. RoPE, QK-norm, squared ReLU, Muon +
+AdamW.
 
-What        Against llmc: rotary positions instead of learned ones, RMS norm, QK-norm, squared ReLU, six heads of 128,
-            an untied head, softcapped logits, output projections and head that start at zero; Muon on the matrices
-            of the blocks; a constant learning rate that falls linearly over the last 70 % of 3,250 steps.
-Departures  The embedding and its Adam moments are stored in fp32, there in bf16; gradients of matrices and head are
-            sent in bf16, there in fp32.
-Source      modded-nanogpt's track 3 (optimization benchmark) and its tuned Muon baseline, entry 36: 3.2787 (n = 10)
-            at 155 ms a step on 8xH100.
+What        Against llmc: rotary positions instead of learned ones, RMS norm, QK-norm, squared ReLU,
+            six heads of 128, an untied head, softcapped logits, output projections and head that
+            start at zero; Muon on the matrices of the blocks; a constant learning rate that falls
+            linearly over the last 70 % of 3,250 steps.
+Departures  The embedding and its Adam moments are stored in fp32, there in bf16; gradients of
+            matrices and head are sent in bf16, there in fp32.
+Source      modded-nanogpt's track 3 (optimization benchmark) and its tuned Muon baseline, entry 36:
+            3.2787 (n = 10) at 155 ms a step on 8xH100.
 Hardware    8xH100: not run here. On CPU at a small size: benchmarks/quality.md.
 Parent      llmc
 """
@@ -61,7 +63,9 @@ EVAL_TOKENS = 10_485_760
 EVAL_LEN = 1024
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
-scaled = initializers.variance_scaling(INIT_VARIANCE, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,))
+scaled = initializers.variance_scaling(
+    INIT_VARIANCE, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
 normal, ones, zeros = initializers.normal(1.0), initializers.ones, initializers.zeros
 CAP = root_cap(SOFTCAP)
 
@@ -76,8 +80,9 @@ def vector(*shape: int, init: initializers.Initializer) -> ParamSpec:
     return ParamSpec(shape, ("layer", "hidden")[-len(shape) :], init, "vectors", COMPUTE)
 
 
-# The bank "attention" holds query, key, value and output of layer 0, then of layer 1, ...; the bank "mlp" up and down.
-# Output and down are stored transposed, so that the columns of all belong to heads, or to hidden units.
+# The bank "attention" holds query, key, value and output of layer 0, then of layer 1, ...; the bank
+# "mlp" up and down. Output and down are stored transposed, so that the columns of all belong to
+# heads, or to hidden units.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "embed", COMPUTE),
     "embed_gain": vector(WIDTH, init=ones),
@@ -147,7 +152,8 @@ def loss(
 
 
 def falling(peak: float) -> optax.Schedule:
-    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the
+    steps."""
     steps = round(COOLDOWN * STEPS)
     return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
 
@@ -171,7 +177,9 @@ def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
 
 def adam(peak: float) -> optax.GradientTransformation:
     """AdamW with the recipe's constants and schedule."""
-    return optax.adamw(falling(peak), b1=ADAM_BETA1, b2=ADAM_BETA2, eps=ADAM_EPS, weight_decay=ADAM_DECAY)
+    return optax.adamw(
+        falling(peak), b1=ADAM_BETA1, b2=ADAM_BETA2, eps=ADAM_EPS, weight_decay=ADAM_DECAY
+    )
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -1,7 +1,8 @@
-"""Consistency checks between the fields of one run.json: a contradiction is an edit, or a bookkeeping bug.
+"""Consistency checks between the fields of one run.json: a contradiction is an edit, or a
+bookkeeping bug.
 
-The clock's entries add up to the wall time to about a millisecond. The tolerances here are wider, because time passes
-between the reading of the ledger and that of the wall clock.
+The clock's entries add up to the wall time to about a millisecond. The tolerances here are wider,
+because time passes between the reading of the ledger and that of the wall clock.
 """
 
 import math
@@ -22,11 +23,13 @@ PROBES = {  # what each probe, a validity check of a trained model, ensures
     "warm_up_leaves_state": "the clock started from a fresh state",
     "no_overlap": "the training data do not hold the validation data",
 }
-SLACK = 5.0  # tolerance in seconds between wall_seconds and ended - started, which have a resolution of 1 s
+# tolerance in seconds between wall_seconds and ended - started, which have a resolution of 1 s
+SLACK = 5.0
 
 
 def check(run: Run) -> None:
-    """Raise BadInput naming the first field of a well-formed ``run`` that contradicts the others."""
+    """Raise BadInput naming the first field of a well-formed ``run`` that contradicts the
+    others."""
     _ledger(run)
     _curve(run)
     _parameters(run)
@@ -44,14 +47,23 @@ def _parameters(run: Run) -> None:
     if table := run.get("parameter_table"):
         for name, row in table.items():
             if len(row["shape"]) != len(row["axes"]):
-                raise _wrong(f"parameter_table.{name}.axes", f"{len(row['shape'])} names", row["axes"])
-        for field, count in zip(("parameters", "active_parameters"), count_parameters(table), strict=True):
+                raise _wrong(
+                    f"parameter_table.{name}.axes", f"{len(row['shape'])} names", row["axes"]
+                )
+        for field, count in zip(
+            ("parameters", "active_parameters"), count_parameters(table), strict=True
+        ):
             if run.get(field) != count:
-                raise _wrong(field, f"{count}, which follows from parameter_table", shown_json(run.get(field, MISSING)))
+                raise _wrong(
+                    field,
+                    f"{count}, which follows from parameter_table",
+                    shown_json(run.get(field, MISSING)),
+                )
 
 
 def _retrieval(run: Run) -> None:
-    """A row has one more token than it trains on; so the index holds at most twice the tokens of the run."""
+    """A row has one more token than it trains on; so the index holds at most twice the tokens of
+    the run."""
     if "retrieval" in run and not run["tokens"] <= run["retrieval"]["tokens"] <= 2 * run["tokens"]:
         wanted = f"the tokens trained on, {run['tokens']}, and one more for each row"
         raise _wrong("retrieval.tokens", wanted, run["retrieval"]["tokens"])
@@ -61,10 +73,14 @@ def _ledger(run: Run) -> None:
     timed, wall, ledger = run["timed_seconds"], run["wall_seconds"], run["ledger"]
     in_ledger = math.fsum(entry["seconds"] for entry in ledger if entry["timed"])
     if abs(in_ledger - timed) > 1e-3 + 1e-3 * timed:
-        raise _wrong("timed_seconds", f"the sum of the timed ledger entries, {in_ledger:.3f}", f"{timed:.3f}")
+        raise _wrong(
+            "timed_seconds", f"the sum of the timed ledger entries, {in_ledger:.3f}", f"{timed:.3f}"
+        )
     total = math.fsum(entry["seconds"] for entry in ledger)
     if total > 1e-3 + 1.01 * wall:
-        raise _wrong("wall_seconds", f"at least the sum of all ledger entries, {total:.3f}", f"{wall:.3f}")
+        raise _wrong(
+            "wall_seconds", f"at least the sum of all ledger entries, {total:.3f}", f"{wall:.3f}"
+        )
     if wall > 1.0 + 1.01 * total:
         raise _wrong("ledger", f"entries that add up to wall_seconds, {wall:.3f}", f"{total:.3f}")
     compiling = math.fsum(entry["seconds"] for entry in ledger if entry["name"] == "compile")
@@ -77,7 +93,11 @@ def _curve(run: Run) -> None:
     curve = run["curve"]
     for index, (before, point) in enumerate(pairwise(curve), 1):
         if point["step"] <= before["step"]:
-            raise _wrong(f"curve[{index}].step", f"more than {before['step']}, the step before it", point["step"])
+            raise _wrong(
+                f"curve[{index}].step",
+                f"more than {before['step']}, the step before it",
+                point["step"],
+            )
         if point["timed_seconds"] < before["timed_seconds"]:
             wanted = f"at least {before['timed_seconds']}, the time before it"
             raise _wrong(f"curve[{index}].timed_seconds", wanted, point["timed_seconds"])
@@ -95,22 +115,31 @@ def _verdict(run: Run) -> None:
     """Check how the run ended and what follows from that."""
     status, loss = run["status"], run["val_loss"]
     if status == "finished" and run["steps"] != run["planned_steps"]:
-        raise _wrong("steps", f"planned_steps, {run['planned_steps']}, of a finished run", run["steps"])
+        raise _wrong(
+            "steps", f"planned_steps, {run['planned_steps']}, of a finished run", run["steps"]
+        )
     if status not in ("finished", "stopped"):
         if loss is not None:
             raise _wrong("val_loss", f"null, because the run {status}", shown_json(loss))
         if run["reached"]:
             raise _wrong("reached", f"false, because status is {status}", "true")
         return
-    step, last = (run["curve"][-1]["step"], run["curve"][-1]["val_loss"]) if run["curve"] else (None, None)
+    step, last = (
+        (run["curve"][-1]["step"], run["curve"][-1]["val_loss"]) if run["curve"] else (None, None)
+    )
     if (step, last) != (run["steps"], loss):
         wanted = f"the last loss of the curve, {last} after step {step}"
         raise _wrong("val_loss", wanted, f"{loss} after step {run['steps']}")
     for name in PROBES:
-        older = name == "replicas_agree" and "kernels" not in run  # the field and the probe came together
+        # the field and the probe came together
+        older = name == "replicas_agree" and "kernels" not in run
         if name not in run["probes"] and not older:
             raise _wrong(f"probes.{name}", "a verdict", "no such field")
-    reached = loss is not None and loss <= run["target_loss"] and all(p["passed"] for p in run["probes"].values())
+    reached = (
+        loss is not None
+        and loss <= run["target_loss"]
+        and all(p["passed"] for p in run["probes"].values())
+    )
     if run["reached"] is not reached:
         wanted = f"{str(reached).lower()}, which follows from val_loss, target_loss and probes"
         raise _wrong("reached", wanted, str(run["reached"]).lower())
@@ -121,7 +150,8 @@ def _moments(run: Run) -> None:
     if ended < started:
         raise _wrong("ended", f"a time after started, {run['started']}", run["ended"])
     if run["resumed"]:
-        return  # started is when the last process did, and the ledger has what the ones before it spent
+        # started is when the last process did, and the ledger has what the ones before it spent
+        return
     between = (ended - started).total_seconds()
     if between > run["wall_seconds"] + SLACK:
         wanted = f"at least the {between:.0f} s between started and ended"
@@ -134,5 +164,7 @@ def _moments(run: Run) -> None:
 def _holdout(run: Run) -> None:
     holdout = run.get("holdout")
     if holdout and holdout["first"] < run["data"]["val_tokens"]:
-        wanted = f"at least data.val_tokens, {run['data']['val_tokens']}, where the first range ends"
+        wanted = (
+            f"at least data.val_tokens, {run['data']['val_tokens']}, where the first range ends"
+        )
         raise _wrong("holdout.first", wanted, holdout["first"])

@@ -1,4 +1,5 @@
-"""Plots of the loss against the training clock, as SVG files whose bytes depend on the run alone."""
+"""Plots of the loss against the training clock, as SVG files whose bytes depend on the run
+alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,15 @@ def loss_svg(
     stages: Sequence[float] = (),
     parent: tuple[str, Points] | None = None,
 ) -> None:
-    """Draw one run to ``path``: training loss (thin), validation loss (points) and the target (dashed).
+    """Draw one run to ``path``: training loss (thin), validation loss (points) and the target
+    (dashed).
 
-    ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty; None or NaN,
-    as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
-    and the legend says over how many. High initial losses are cut off at the top: see :func:`loss_limits`.
-    ``stages`` are the seconds at which the second stage began, the third and so on: dotted lines. ``parent`` is a label
-    and the validation losses of another run; a longer curve is cut off at the right.
+    ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty;
+    None or NaN, as a diverged run leaves them, breaks the line. Long training curves are averaged
+    over neighbouring steps, and the legend says over how many. High initial losses are cut off at
+    the top: see :func:`loss_limits`. ``stages`` are the seconds at which the second stage began,
+    the third and so on: dotted lines. ``parent`` is a label and the validation losses of another
+    run; a longer curve is cut off at the right.
 
     Raises BadInput when ``path`` cannot be written.
     """
@@ -49,7 +52,9 @@ def loss_svg(
     if len(train):
         seconds, losses, group = _averaged(*_arrays(train))
         label = f"train, mean of {group} steps" if group > 1 else "train"
-        lines.append((label, seconds, losses, {"color": COLOURS[0], "linewidth": 0.8, "alpha": 0.45}))
+        lines.append(
+            (label, seconds, losses, {"color": COLOURS[0], "linewidth": 0.8, "alpha": 0.45})
+        )
     if len(val):
         seconds, losses = _arrays(val)
         style = {"color": COLOURS[0], "linewidth": 1.6, "marker": "o", "markersize": 4.0}
@@ -63,9 +68,14 @@ def loss_svg(
 
 
 def curves_svg(
-    path: Path, runs: Mapping[str, Points], target: float | None, title: str, across: str = "timed seconds"
+    path: Path,
+    runs: Mapping[str, Points],
+    target: float | None,
+    title: str,
+    across: str = "timed seconds",
 ) -> None:
-    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one plot.
+    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one
+    plot.
 
     ``across`` names what the first number of a point is.
     """
@@ -73,7 +83,11 @@ def curves_svg(
     for index, (label, points) in enumerate(runs.items()):
         seconds, losses = _arrays(points)
         turn, colour = divmod(index, len(COLOURS))
-        style = {"color": COLOURS[colour], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.4}
+        style = {
+            "color": COLOURS[colour],
+            "linestyle": DASHES[turn % len(DASHES)],
+            "linewidth": 1.4,
+        }
         style |= {"marker": "o", "markersize": 3.0}
         lines.append((f"{label}, {_last(losses)}", seconds, losses, style))
     _draw(path, lines, target, title, across)
@@ -90,20 +104,38 @@ def _draw(
 ) -> None:
     right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
     low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
-    highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
+    highest = max(
+        (float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low
+    )
 
     def draw(figure: "Figure") -> None:
-        axes = figure.add_subplot(title=printable(title), xlabel=across, ylabel=f"loss (nats per {unit})")
-        axes.set(xlim=(-0.01 * right, 1.02 * right), ylim=(low, high))  # room for half a marker at either end
+        axes = figure.add_subplot(
+            title=printable(title), xlabel=across, ylabel=f"loss (nats per {unit})"
+        )
+        # room for half a marker at either end
+        axes.set(xlim=(-0.01 * right, 1.02 * right), ylim=(low, high))
         axes.grid(axis="y")
         for label, seconds, losses, style in lines:
             # matplotlib would drop a label that begins with an underscore.
-            axes.plot(seconds, losses, label=f" {printable(label)}", zorder=3 if "marker" in style else 2, **style)
+            axes.plot(
+                seconds,
+                losses,
+                label=f" {printable(label)}",
+                zorder=3 if "marker" in style else 2,
+                **style,
+            )
         offset = "offset points"
         if target is not None:
             axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
             # At the left the curves are still high above the target, so nothing is under its label.
-            axes.annotate(f"target {target:g}", (0, target), (6, 3), ("axes fraction", "data"), offset, fontsize=9)
+            axes.annotate(
+                f"target {target:g}",
+                (0, target),
+                (6, 3),
+                ("axes fraction", "data"),
+                offset,
+                fontsize=9,
+            )
         for number, start in enumerate(stages, 2):
             axes.axvline(start, color=EDGE, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
             at = ("data", "axes fraction")
@@ -118,8 +150,8 @@ def _draw(
 def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
     """Return the lowest and the highest loss to show.
 
-    Limits cover 90 % of each curve's time, so the initial drop does not flatten the rest. ``curves`` are (seconds,
-    losses) as float64 arrays [N].
+    Limits cover 90 % of each curve's time, so the initial drop does not flatten the rest.
+    ``curves`` are (seconds, losses) as float64 arrays [N].
     """
     lows, bulks, tops = ([] if target is None else [target] for _ in range(3))
     for seconds, losses in curves:
@@ -147,12 +179,14 @@ def _arrays(points: Points) -> tuple[Any, Any]:
 
 
 def _averaged(seconds: Any, losses: Any) -> tuple[Any, Any, int]:
-    """Return means over neighbours so that at most TRAIN_POINTS remain, and over how many points each is."""
+    """Return means over neighbours so that at most TRAIN_POINTS remain, and over how many points
+    each is."""
     group = max(1, math.ceil(len(losses) / TRAIN_POINTS))
     starts = range(0, len(losses), group)
     return (
         np.array([seconds[i : i + group].mean() for i in starts]),
-        np.array([losses[i : i + group].mean() for i in starts]),  # NaN in a group makes the group NaN: a gap
+        # NaN in a group makes the group NaN: a gap
+        np.array([losses[i : i + group].mean() for i in starts]),
         group,
     )
 

@@ -1,8 +1,10 @@
-"""Read, write and check plan.json, which lists preregistered runs: runs fixed before the first of them starts.
+"""Read, write and check plan.json, which lists preregistered runs: runs fixed before the first of
+them starts.
 
-A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders name their
-plan, so a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A, are a plan too:
-a race, whose times are comparable because both ran on one machine in alternation.
+A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those
+folders name their plan, so a run that is missing, extra or of another configuration shows. Two
+recipes in turn, A B B A, are a plan too: a race, whose times are comparable because both ran on one
+machine in alternation.
 """
 
 import json
@@ -51,7 +53,8 @@ class Preregistration(TypedDict):
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Return the seeds of ``n=4``, ``seeds=1..4`` or both; n alone means 1 to n. Raises BadInput for anything else."""
+    """Return the seeds of ``n=4``, ``seeds=1..4`` or both; n alone means 1 to n. Raises BadInput
+    for anything else."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {name: re.fullmatch(PLAN_PARTS.get(name, "(?!)"), value) for name, _, value in parts}
     if not all(given.values()) or len(given) < len(parts):
@@ -71,12 +74,25 @@ def parse_seeds(text: str) -> list[int]:
 def make_preregistration(
     kind: Kind, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]
 ) -> Preregistration:
-    """Return the plan of ``runs``, each (recipe, recipe hash, seed), in order; ``made`` is a UTC time in ISO 8601."""
+    """Return the plan of ``runs``, each (recipe, recipe hash, seed), in order; ``made`` is a UTC
+    time in ISO 8601."""
     listed: list[PlannedRun] = [
-        {"folder": f"{number}-{recipe}-s{seed}", "recipe": recipe, "recipe_hash": digest, "seed": seed}
+        {
+            "folder": f"{number}-{recipe}-s{seed}",
+            "recipe": recipe,
+            "recipe_hash": digest,
+            "seed": seed,
+        }
         for number, (recipe, digest, seed) in enumerate(runs, 1)
     ]
-    plan: Preregistration = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed, "sha256": ""}
+    plan: Preregistration = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "made": made,
+        "steps": steps,
+        "runs": listed,
+        "sha256": "",
+    }
     return plan | {"sha256": content_hash(plan)}
 
 
@@ -107,18 +123,32 @@ def _check(plan: Any) -> None:
         raise BadInput("field 'sha256': expected the hash of the other fields, found another")
 
 
-def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> PlaceInPlan | None:
-    """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies beside that folder.
+def place_in_plan(
+    run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
+) -> PlaceInPlan | None:
+    """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies
+    beside that folder.
 
-    Raises BadInput when the plan has another recipe, seed or number of steps for this folder, or no run.
+    Raises BadInput when the plan has another recipe, seed or number of steps for this folder, or no
+    run.
     """
     if run_dir is None or not (path := Path(os.path.abspath(run_dir)).parent / NAME).exists():
         return None
     plan = read_preregistration(path)
-    planned = next((run for run in plan["runs"] if run["folder"] == os.path.basename(os.path.abspath(run_dir))), None)
+    planned = next(
+        (
+            run
+            for run in plan["runs"]
+            if run["folder"] == os.path.basename(os.path.abspath(run_dir))
+        ),
+        None,
+    )
     if planned is None:
         folders = ", ".join(run["folder"] for run in plan["runs"])
-        raise BadInput(f"--run-dir {run_dir}: {path} has no run for this folder, only for {folders}; choose another")
+        raise BadInput(
+            f"--run-dir {run_dir}: {path} has no run for this folder, only for {folders}; choose"
+            " another"
+        )
     for name, wanted, have in (
         ("recipe hash", planned["recipe_hash"], recipe_hash),
         ("seed", planned["seed"], seed),
@@ -126,7 +156,7 @@ def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int 
     ):
         if wanted != have:
             raise BadInput(
-                f"--run-dir {run_dir}: {path} plans {name} {wanted} for this folder, found {have}; give what was "
-                "planned, or make another plan"
+                f"--run-dir {run_dir}: {path} plans {name} {wanted} for this folder, found {have};"
+                " give what was planned, or make another plan"
             )
     return {"sha256": plan["sha256"], "folder": planned["folder"]}

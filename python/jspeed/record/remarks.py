@@ -1,4 +1,5 @@
-"""Remarks on a run: its data or size are not its track's, or its recipe's name belongs to another recipe."""
+"""Remarks on a run: its data or size are not its track's, or its recipe's name belongs to another
+recipe."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,11 @@ RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed p
 
 
 def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
-    """Return notes on ``run``, the content of a run.json, by comparison with the files in the ``records`` folder.
+    """Return notes on ``run``, the content of a run.json, by comparison with the files in the
+    ``records`` folder.
 
-    Only what its track says can be compared (``data.val_sha256``, ``data.train_sha256``, and the rules on models of
-    track.toml).
+    Only what its track says can be compared (``data.val_sha256``, ``data.train_sha256``, and the
+    rules on models of track.toml).
     """
     tracks = family(run["track"], records)
     track = track_of(run, tracks)
@@ -30,7 +32,8 @@ def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
 
 
 def family(track: str, records: Path) -> dict[str, Track]:
-    """Return ``track`` and its siblings by name; one that cannot be read is left to ``leaderboard verify``."""
+    """Return ``track`` and its siblings by name; one that cannot be read is left to ``leaderboard
+    verify``."""
     tracks = {}
     for path in Path(records, track).parent.glob(f"*/{NAME}"):
         with suppress(BadInput):
@@ -40,27 +43,34 @@ def family(track: str, records: Path) -> dict[str, Track]:
 
 
 def other_data(run: Unsealed, track: Track) -> str | None:
-    """Return how the data of ``run`` differ from those that ``track`` pins; None where they do not, or none are.
+    """Return how the data of ``run`` differ from those that ``track`` pins; None where they do not,
+    or none are.
 
     Another Python's standard library is as good to train on, and cannot be ranked with the track's.
     """
     if (shards := shards_of(run)) is None:
         return None
     train = track.rules.get("data.train_sha256")
-    pinned = DataSet(track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ())
+    pinned = DataSet(
+        track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ()
+    )
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
     python, ranked = run["data"].get("python"), track.rules.get("data.python")
     if difference and python and ranked:
         begins = f"reached {run['target_loss']:g}" if run["reached"] else "a run"
-        return f"{begins} on your {python}'s library; times are ranked on that of {ranked}, whose text differs"
+        return (
+            f"{begins} on your {python}'s library; times are ranked on that of {ranked}, whose text"
+            " differs"
+        )
     return difference and (
-        f"{difference} ({track.rules['data.name']}): its loss is not comparable with the target, and the "
-        f"run does not count on track {track.name}"
+        f"{difference} ({track.rules['data.name']}): its loss is not comparable with the target,"
+        f" and the run does not count on track {track.name}"
     )
 
 
 def name_clash(name: str, track: str, sha: str, records: Path = RECORDS) -> str | None:
-    """Return a note if all recipes known as ``name`` have another source than that of SHA-256 ``sha``.
+    """Return a note if all recipes known as ``name`` have another source than that of SHA-256
+    ``sha``.
 
     Known are those on the board's ``track`` and in the package.
     """
@@ -70,6 +80,6 @@ def name_clash(name: str, track: str, sha: str, records: Path = RECORDS) -> str 
     if not known or source_name(sha) in known:
         return None
     return (
-        f"another recipe with a different source is named '{name}' too, and the board shows both under that name; "
-        "rename yours: RECIPE = Recipe(name=...)"
+        f"another recipe with a different source is named '{name}' too, and the board shows both"
+        " under that name; rename yours: RECIPE = Recipe(name=...)"
     )

@@ -1,7 +1,8 @@
 """Write run.json atomically with a hash of its content; read and check it.
 
-Only the trainer writes one. The hash detects edits and corruption, not forgery: for that see the checks between fields
-(consistent.py) and between files (verify.py), and ``jspeed leaderboard reproduce``.
+Only the trainer writes one. The hash detects edits and corruption, not forgery: for that see the
+checks between fields (consistent.py) and between files (verify.py), and ``jspeed leaderboard
+reproduce``.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ from jspeed.record.schema import Run, Unsealed
 def write_run(folder: Path, run: Unsealed) -> Path:
     """Seal and check ``run``, write it whole as ``folder/run.json``, and return that path.
 
-    ``sha256`` is added here; a number that is not finite becomes null. Raises :class:`BadInput`, with nothing written,
-    for a run that is not well-formed or contradicts itself.
+    ``sha256`` is added here; a number that is not finite becomes null. Raises :class:`BadInput`,
+    with nothing written, for a run that is not well-formed or contradicts itself.
     """
     path = folder / "run.json"
     plain = finite_or_null(run)
@@ -40,12 +41,14 @@ def write_run(folder: Path, run: Unsealed) -> Path:
 
 
 def read_run(path: Path) -> Run:
-    """Return the run in the run.json at ``path`` (or in the folder ``path``), checked, or raise BadInput."""
+    """Return the run in the run.json at ``path`` (or in the folder ``path``), checked, or raise
+    BadInput."""
     return parse_run(*read_content(path))
 
 
 def read_content(path: Path) -> tuple[bytes, Path]:
-    """Return the bytes, unchecked, of the run.json at ``path`` (or in the folder ``path``), and its path."""
+    """Return the bytes, unchecked, of the run.json at ``path`` (or in the folder ``path``), and its
+    path."""
     path = path / "run.json" if path.is_dir() else path
     return read_input(path, "give a run directory that holds a run.json"), path
 
@@ -56,20 +59,27 @@ def parse_run(content: bytes, path: Path) -> Run:
     def check_with_hash(run: Any) -> None:
         check(run)
         if content_hash(run) != run["sha256"]:
-            raise BadInput("field 'sha256': expected the hash of the other fields, found another: one was changed")
+            raise BadInput(
+                "field 'sha256': expected the hash of the other fields, found another: one was"
+                " changed"
+            )
 
-    remedy = "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
+    remedy = (
+        "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
+    )
     return parse_json(content, path, check_with_hash, remedy)
 
 
 def check(run: Any) -> None:
-    """Raise BadInput naming the first field of ``run`` that is missing, of a wrong kind, or contradicts the others."""
+    """Raise BadInput naming the first field of ``run`` that is missing, of a wrong kind, or
+    contradicts the others."""
     check_json(run, Run)
     consistent.check(run)
 
 
 def content_hash(fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all ``fields`` but ``sha256`` itself, as JSON without spaces and with sorted keys.
+    """Return the SHA-256 of all ``fields`` but ``sha256`` itself, as JSON without spaces and with
+    sorted keys.
 
     Raises BadInput for what JSON cannot hold, such as a number that is not finite."""
     others = {name: value for name, value in fields.items() if name != "sha256"}

@@ -21,7 +21,11 @@ def _is_moment(value: str) -> bool:
 
 
 Tokens = Annotated[Whole, "tokens"]
-Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12", lambda v: 0 <= v <= 1e12), "seconds"]
+Seconds = Annotated[
+    float,
+    Rule("a finite number of at least 0 and at most 1e12", lambda v: 0 <= v <= 1e12),
+    "seconds",
+]
 Loss = Annotated[float, "nats per token"]
 LossOrNull = Annotated[float | None, "nats per token"]
 Moment = Annotated[str, Rule("a UTC time such as 2026-01-31T12:00:00+00:00", _is_moment)]
@@ -105,11 +109,13 @@ class Data(TypedDict):
     val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
     train_shards: list[Shard]  # in order
     position: dict[str, Any]  # where the loader's stream stood at the end
-    python: NotRequired[str]  # whose standard library the text is, with its version; absent for other text
+    # whose standard library the text is, with its version; absent for other text
+    python: NotRequired[str]
 
 
 class Holdout(TypedDict):
-    """The loss on a second range of the validation tokens, evaluated once, after the clock had stopped."""
+    """The loss on a second range of the validation tokens, evaluated once, after the clock had
+    stopped."""
 
     first: Tokens  # index of its first token
     tokens: Tokens
@@ -131,8 +137,10 @@ class Kernels(TypedDict):
 
     attention: str  # backend
     fp8: str  # native, emulated or missing
-    own: NotRequired[bool]  # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
-    calls: NotRequired[dict[str, AtLeastOne]]  # of the last stage's program to kernels XLA did not make, by target
+    # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
+    own: NotRequired[bool]
+    # of the last stage's program to kernels XLA did not make, by target
+    calls: NotRequired[dict[str, AtLeastOne]]
     checked: list[str]  # preflight checks that passed; empty without a preflight
     refused: list[str]  # features found broken and not used, with reasons
 
@@ -213,10 +221,12 @@ class Unsealed(TypedDict):
     holdout: NotRequired[Holdout]  # where the track asks for one and the shards hold it
     retrieval: NotRequired[Index]  # of recipes that use it
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
-    head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all
+    # tokens of a row whose logits a step had at once; null, or none: all
+    head_chunk: NotRequired[AtLeastOne | None]
     parameter_table: NotRequired[dict[str, Parameter]]  # by name; older runs have none
     active_parameters: NotRequired[Whole]  # that a token meets: count_parameters
-    remat: NotRequired[bool]  # whether layers were recomputed for their gradients because memory was short
+    # whether layers were recomputed for their gradients because memory was short
+    remat: NotRequired[bool]
 
 
 class Run(Unsealed):
@@ -225,21 +235,31 @@ class Run(Unsealed):
     sha256: str  # of all other fields as canonical JSON
 
 
-LOOKED_UP = ("token", "position", "row")  # axes of a table's entries, which a token, its position or a hash names
+# axes of a table's entries, which a token, its position or a hash names
+LOOKED_UP = ("token", "position", "row")
 
 
 def count_parameters(table: Mapping[str, Parameter]) -> tuple[int, int]:
     """Return how many parameters a recipe's ``table`` has: in total, and active.
 
-    *Total* are all that are trained and kept, padding left out. *Active* are those that one token meets in a forward
-    pass: of a table with an axis of LOOKED_UP only the entries that a token reads (one by its id, one by its position,
-    as many rows of a hashed table as the forward pass fetches for it), and of everything else all, the head included.
+    *Total* are all that are trained and kept, padding left out. *Active* are those that one token
+    meets in a forward pass: of a table with an axis of LOOKED_UP only the entries that a token
+    reads (one by its id, one by its position, as many rows of a hashed table as the forward pass
+    fetches for it), and of everything else all, the head included.
     """
     sizes = {name: math.prod(each["shape"]) for name, each in table.items()}
     active = 0
     for name, each in table.items():
-        entries = math.prod(size for size, axis in zip(each["shape"], each["axes"], strict=True) if axis in LOOKED_UP)
-        active += sizes[name] if "reads" not in each else sizes[name] // max(entries, 1) * min(each["reads"], entries)
+        entries = math.prod(
+            size
+            for size, axis in zip(each["shape"], each["axes"], strict=True)
+            if axis in LOOKED_UP
+        )
+        active += (
+            sizes[name]
+            if "reads" not in each
+            else sizes[name] // max(entries, 1) * min(each["reads"], entries)
+        )
     return sum(sizes.values()), active
 
 
@@ -247,14 +267,17 @@ EVERY_SHARD = "all"  # last element for a run that can have read all of its shar
 
 
 def shards_of(run: Unsealed) -> tuple[str, ...] | None:
-    """Return the SHA-256 sums of the training shards of ``run``, then EVERY_SHARD if it can have read all.
+    """Return the SHA-256 sums of the training shards of ``run``, then EVERY_SHARD if it can have
+    read all.
 
-    None where hashes do not identify both validation and training data: interrupted runs, and those whose shards could
-    not be read at the end.
+    None where hashes do not identify both validation and training data: interrupted runs, and those
+    whose shards could not be read at the end.
     """
     data = run["data"]
     sums = [shard["sha256"] for shard in data["train_shards"] if shard["sha256"]]
     if not data["val_sha256"] or not sums or len(sums) < len(data["train_shards"]):
         return None
     position = data["position"]
-    return *sums, *([EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
+    return *sums, *(
+        [EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else []
+    )

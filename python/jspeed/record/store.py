@@ -5,7 +5,8 @@
     TRACK/RECIPE/recipe-HASH.py               the source that runs name by its SHA-256
     TRACK/RECIPE/plan-HASH.json               a plan.json that runs name by its hash
     TRACK/RECIPE/weights-HASH.json            where the parameters that a run ended with are kept
-    history/  ideas/                          what others measured; recipes that did not improve on their parent
+    history/  ideas/                          what others measured; recipes that did not improve on
+              their parent
 
 A file's name holds the start of its content's hash, so an edited file no longer matches its name.
 """
@@ -69,13 +70,15 @@ class Row:
 
     @property
     def planned_and_clean(self) -> bool:
-        """Whether the run was preregistered and ran a clean commit: the least that a rule asks for."""
+        """Whether the run was preregistered and ran a clean commit: the least that a rule asks
+        for."""
         return self.plan is not None and self.run["git"]["dirty"] is False
 
 
 @dataclass(frozen=True)
 class Records:
-    """A records folder as read: plans and sources by hash, weights by path, and problems with unreadable files."""
+    """A records folder as read: plans and sources by hash, weights by path, and problems with
+    unreadable files."""
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
@@ -87,7 +90,8 @@ class Records:
 
     @cached_property
     def preregistered(self) -> Mapping[str, Mapping[str, list[Row]]]:
-        """The preregistered runs by their plan's hash and folder; more than one in a folder is one too many."""
+        """The preregistered runs by their plan's hash and folder; more than one in a folder is one
+        too many."""
         by_plan: dict[str, dict[str, list[Row]]] = {}
         for row in self.rows:
             if plan := row.plan:
@@ -100,10 +104,15 @@ class Records:
         return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in present]
 
     def extra(self, plan: preregistration.Preregistration) -> list[Row]:
-        """Return runs that name ``plan`` but that it does not list, or that are the second in their folder."""
+        """Return runs that name ``plan`` but that it does not list, or that are the second in their
+        folder."""
         listed = {run["folder"] for run in plan["runs"]}
         present = self.preregistered.get(plan["sha256"], {})
-        return [row for folder, rows in present.items() for row in (rows[1:] if folder in listed else rows)]
+        return [
+            row
+            for folder, rows in present.items()
+            for row in (rows[1:] if folder in listed else rows)
+        ]
 
     def complete(self, plan: preregistration.Preregistration) -> bool:
         """Whether every run of ``plan`` is there, and no other."""
@@ -111,19 +120,25 @@ class Records:
 
 
 def read(folder: Path) -> Records:
-    """Return everything under ``folder``, in order of path; what is wrong with a file is among the ``problems``.
+    """Return everything under ``folder``, in order of path; what is wrong with a file is among the
+    ``problems``.
 
     Raises BadInput when there is no such folder.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise BadInput(f"the records folder {folder} {what}; give the folder that holds the records: --records DIR")
+        raise BadInput(
+            f"the records folder {folder} {what}; give the folder that holds the records:"
+            " --records DIR"
+        )
     records = Records(folder)
     paths = []
 
     def unreadable(error: OSError) -> None:
         path = Path(error.filename)
-        records.problems.append(Problem(path, f"{path} cannot be read ({error.strerror}); restore it"))
+        records.problems.append(
+            Problem(path, f"{path} cannot be read ({error.strerror}); restore it")
+        )
 
     for parent, folders, names in os.walk(folder, onerror=unreadable):
         if Path(parent) == folder:
@@ -137,7 +152,9 @@ def read(folder: Path) -> Records:
         except BadInput as error:
             records.problems.append(Problem(path, str(error)))
         except OSError as error:
-            records.problems.append(Problem(path, f"{path} cannot be read ({error.strerror}); restore it"))
+            records.problems.append(
+                Problem(path, f"{path} cannot be read ({error.strerror}); restore it")
+            )
     return records
 
 
@@ -176,8 +193,8 @@ def _read_file(records: Records, path: Path) -> None:
         records.weights[path] = parse_weights(content, path)
     else:
         raise BadInput(
-            f"{path} is not a record: expected the name of a run, a plan, a recipe's source or {TRACK_NAME}; "
-            "move it elsewhere"
+            f"{path} is not a record: expected the name of a run, a plan, a recipe's source or"
+            f" {TRACK_NAME}; move it elsewhere"
         )
 
 
@@ -190,7 +207,8 @@ def _check_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
 
 
 def newest(folder: Path, track: str, recipe: str) -> Run | None:
-    """Return the newest finished run of ``recipe`` on ``track`` in the records ``folder``, or None where there is none.
+    """Return the newest finished run of ``recipe`` on ``track`` in the records ``folder``, or None
+    where there is none.
 
     It reads no other file, and passes over one that is broken: that is for :func:`read` to say.
     """
@@ -213,19 +231,22 @@ def plan_name(sha256: str) -> str:
 
 
 def run_place(run: Run, content: bytes, track: str) -> Path:
-    """Return the path of a run in the records folder; its HASH is of ``content``, the bytes of its run.json."""
+    """Return the path of a run in the records folder; its HASH is of ``content``, the bytes of its
+    run.json."""
     moment = datetime.fromisoformat(run["started"])
     identity = f"{moment:%Y%m%dT%H%M%SZ}-s{run['seed']}-{hashlib.sha256(content).hexdigest()[:8]}"
     return Path(track, run["recipe"], f"{identity}.json")
 
 
 def planned_recipe(plan: preregistration.Preregistration) -> str:
-    """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger, who runs second."""
+    """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger,
+    who runs second."""
     return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
 
 
 class Addition(NamedTuple):
-    """Checked runs by their paths among the records, all the files to write, and the records as they will be then."""
+    """Checked runs by their paths among the records, all the files to write, and the records as
+    they will be then."""
 
     runs: dict[Path, Run]
     files: dict[Path, bytes]
@@ -233,15 +254,18 @@ class Addition(NamedTuple):
 
 
 def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = None) -> Addition:
-    """Check the runs in ``run_dirs`` for the records ``folder``, and return what to write there; write nothing.
+    """Check the runs in ``run_dirs`` for the records ``folder``, and return what to write there;
+    write nothing.
 
-    A directory with a plan.json stands for the runs of that plan that are in it. The records folder need not exist.
-    ``weights``: where the runs' folders are kept for others, to be said beside their records.
-    Raises BadInput for a run that is malformed, not a result, failed a probe, has no source beside it, or is there
-    already, itself or another one in its place of the plan.
+    A directory with a plan.json stands for the runs of that plan that are in it. The records folder
+    need not exist. ``weights``: where the runs' folders are kept for others, to be said beside
+    their records. Raises BadInput for a run that is malformed, not a result, failed a probe, has no
+    source beside it, or is there already, itself or another one in its place of the plan.
     """
     records = load(folder) if folder.exists() else Records(folder)
-    in_plans = {(place["sha256"], place["folder"]): row.path for row in records.rows if (place := row.plan)}
+    in_plans = {
+        (place["sha256"], place["folder"]): row.path for row in records.rows if (place := row.plan)
+    }
     addition = Addition({}, {}, records)
     for run_dir in _expand_plans(run_dirs):
         content, source = read_content(run_dir)
@@ -251,21 +275,28 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
         track = track_of(run, records.tracks)
         path = folder / run_place(run, content, track)
         if path.exists() or path in addition.runs:
-            raise BadInput(f"{source}: the run is on the leaderboard already, as {path}; a run counts once")
+            raise BadInput(
+                f"{source}: the run is on the leaderboard already, as {path}; a run counts once"
+            )
         if place := run["plan"]:
             other = in_plans.setdefault((place["sha256"], place["folder"]), source)
             if other is not source:
                 raise BadInput(
-                    f"{source}: {other} is another run of {place['folder']} of this plan; each planned run counts "
-                    "once: make another plan for new runs"
+                    f"{source}: {other} is another run of {place['folder']} of this plan; each"
+                    " planned run counts once: make another plan for new runs"
                 )
         addition.runs[path], addition.files[path] = run, content
         records.rows.append(Row(path, track, run))
-        recipe = addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(run, source)
+        recipe = addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(
+            run, source
+        )
         records.sources[run["recipe_sha256"]] = recipe.decode(errors="replace")
         if weights is not None:
             kept_path, kept = weights_of(run, source.parent, weights, path.parent)
-            addition.files[kept_path], records.weights[kept_path] = kept, parse_weights(kept, kept_path)
+            addition.files[kept_path], records.weights[kept_path] = (
+                kept,
+                parse_weights(kept, kept_path),
+            )
         if plan:
             plan_path = path.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])
             addition.files[plan_path] = (json.dumps(plan, indent=2) + "\n").encode()
@@ -275,14 +306,16 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
 
 
 def add(run_dirs: Sequence[Path], folder: Path, weights: str | None = None) -> list[Path]:
-    """Check the runs in ``run_dirs`` and write them into the records ``folder``, all of them or none."""
+    """Check the runs in ``run_dirs`` and write them into the records ``folder``, all of them or
+    none."""
     addition = check_runs(run_dirs, folder, weights)
     write_files(addition.files)
     return list(addition.runs)
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
-    """Write those of ``files`` that are missing, all of them or none. Raises BadInput where one cannot be written."""
+    """Write those of ``files`` that are missing, all of them or none. Raises BadInput where one
+    cannot be written."""
     written: list[Path] = []
     try:
         for path, content in files.items():
@@ -304,7 +337,9 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
         if (run_dir / preregistration.NAME).is_file() and not (run_dir / "run.json").exists():
             plan = preregistration.read_preregistration(run_dir / preregistration.NAME)
             inside = [
-                run_dir / run["folder"] for run in plan["runs"] if (run_dir / run["folder"] / "run.json").exists()
+                run_dir / run["folder"]
+                for run in plan["runs"]
+                if (run_dir / run["folder"] / "run.json").exists()
             ]
             if not inside:
                 raise BadInput(f"{run_dir} holds a plan but no run of it; make the runs first")
@@ -326,23 +361,30 @@ def _source_beside(run: Run, source: Path) -> bytes:
     path = source.parent / "recipe.py"
     content = read_input(path, "the trainer put the recipe's source there")
     if hashlib.sha256(content).hexdigest() != run["recipe_sha256"]:
-        raise BadInput(f"{path} was edited after the run: its SHA-256 is not the recipe_sha256 of {source}; restore it")
+        raise BadInput(
+            f"{path} was edited after the run: its SHA-256 is not the recipe_sha256 of {source};"
+            " restore it"
+        )
     return content
 
 
 def _check_result(run: Run, plan: preregistration.Preregistration | None, source: Path) -> None:
     if run["track"].split("/")[0] in ASIDE:
-        raise BadInput(f"{source}: field 'track': {run['track']} holds no runs of records; rename it in the recipe")
+        raise BadInput(
+            f"{source}: field 'track': {run['track']} holds no runs of records; rename it in the"
+            " recipe"
+        )
     as_planned = plan is not None and (run["status"] != "stopped" or run["steps"] == plan["steps"])
     if run["status"] != "finished" and not as_planned:
         raise BadInput(
-            f"{source}: the run {ENDINGS[run['status']]}; only finished runs are accepted, or planned runs whatever "
-            "their end; run the whole schedule"
+            f"{source}: the run {ENDINGS[run['status']]}; only finished runs are accepted, or"
+            " planned runs whatever their end; run the whole schedule"
         )
     if run["val_loss"] is not None and shards_of(run) is None:
         raise BadInput(
-            f"{source}: field 'data': expected the SHA-256 of its validation tokens and training shards, found null: "
-            "the shards could not be read at the end of the run; make the run again and leave them there"
+            f"{source}: field 'data': expected the SHA-256 of its validation tokens and training"
+            " shards, found null: the shards could not be read at the end of the run; make the run"
+            " again and leave them there"
         )
     failed = [
         f"{name} ({PROBES[name]})" if name in PROBES else name
@@ -351,6 +393,6 @@ def _check_result(run: Run, plan: preregistration.Preregistration | None, source
     ]
     if failed:
         raise BadInput(
-            f"{source}: the trained model failed the validity check {', '.join(failed)}: its loss is not a valid "
-            "result; see 'probes' in that file"
+            f"{source}: the trained model failed the validity check {', '.join(failed)}: its loss"
+            " is not a valid result; see 'probes' in that file"
         )

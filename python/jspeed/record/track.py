@@ -1,4 +1,5 @@
-"""Read track.toml, the rules of a track: target loss, data, model, hardware, timing and significance."""
+"""Read track.toml, the rules of a track: target loss, data, model, hardware, timing and
+significance."""
 
 import re
 import tomllib
@@ -63,10 +64,15 @@ class Track:
 
     def _asked(self) -> tuple[str | None, str | None, int | None]:
         rules = self.rules
-        return rules.get("hardware.platform"), rules.get("hardware.kind"), rules.get("hardware.count")
+        return (
+            rules.get("hardware.platform"),
+            rules.get("hardware.kind"),
+            rules.get("hardware.count"),
+        )
 
     def fits(self, devices: Devices) -> bool:
-        """Whether ``devices`` of a run.json are what the hardware rule asks for; a GH200 is no H200."""
+        """Whether ``devices`` of a run.json are what the hardware rule asks for; a GH200 is no
+        H200."""
         platform, kind, count = self._asked()
         return (
             (platform is None or devices["platform"] == platform)
@@ -75,27 +81,36 @@ class Track:
         )
 
     def too_large(self, run: Unsealed) -> str | None:
-        """Return how the parameters of ``run`` break the track's limit, as a phrase; None where they do not."""
+        """Return how the parameters of ``run`` break the track's limit, as a phrase; None where
+        they do not."""
         most, total = self.rules.get("model.most_parameters"), run["parameters"]
         if most and "parameter_table" not in run:
             return "its parameters are not listed, and the track limits them"
-        return f"{total:,} parameters, more than the track's {most:,}" if most and total > most else None
+        return (
+            f"{total:,} parameters, more than the track's {most:,}"
+            if most and total > most
+            else None
+        )
 
     def retrieves(self, run: Unsealed) -> str | None:
-        """Return that ``run`` has retrieval where the track does not allow it, as a phrase; None where it may."""
+        """Return that ``run`` has retrieval where the track does not allow it, as a phrase; None
+        where it may."""
         if "retrieval" not in run or self.rules.get("model.retrieval"):
             return None
         return "uses an index of trained tokens, which only a track with retrieval allows"
 
     def no_holdout(self, run: Unsealed) -> str | None:
-        """Return that a ``run`` with a loss lacks the one on the track's second validation range; None where not."""
+        """Return that a ``run`` with a loss lacks the one on the track's second validation range;
+        None where not."""
         first, sha256 = self.rules.get("holdout.first"), self.rules.get("holdout.sha256")
         if first is None or run["val_loss"] is None:
             return None
         holdout = run.get("holdout")
         if holdout and (holdout["first"], holdout["tokens"]) == (first, run["data"]["val_tokens"]):
             return (
-                "another second validation range than the track's" if sha256 not in (None, holdout["sha256"]) else None
+                "another second validation range than the track's"
+                if sha256 not in (None, holdout["sha256"])
+                else None
             )
         return f"not evaluated on the track's second validation range, from token {first:,} on"
 
@@ -107,7 +122,8 @@ class Track:
 
 
 def read_track(path: Path, name: str) -> Track:
-    """Return the track called ``name`` whose file is ``path``; BadInput names the first wrong key."""
+    """Return the track called ``name`` whose file is ``path``; BadInput names the first wrong
+    key."""
     remedy = "correct the track's file"
     try:
         tree = tomllib.loads(read_input(path, remedy).decode())
@@ -115,31 +131,40 @@ def read_track(path: Path, name: str) -> Track:
         raise BadInput(f"{path} cannot be read as TOML ({error}); {remedy}") from None
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        values |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
+        values |= (
+            {f"{key}.{inner}": item for inner, item in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
     try:
         check_json(values, Rules)
     except BadInput as error:
         raise BadInput(f"{path}: {error}; {remedy}") from None
     for key in values:
         if key not in Rules.__annotations__:
-            raise BadInput(f"{path}: field '{key}': expected one of {', '.join(Rules.__annotations__)}; {remedy}")
+            raise BadInput(
+                f"{path}: field '{key}': expected one of {', '.join(Rules.__annotations__)};"
+                f" {remedy}"
+            )
     return Track(name, cast(Rules, values))
 
 
 def track_without_rules(name: str, run: Unsealed) -> Track:
-    """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
+    """Return the track of ``run`` where there is no file called ``name/track.toml``: its own
+    target, and no rules."""
     target, data = run["target_loss"], run["data"]["name"]
     rules = {"title": name, "rank": "timed_seconds", "target_loss": target, "data.name": data}
     return Track(name, cast(Rules, rules), ruled=False)
 
 
 def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
-    """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its hardware fits.
+    """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its
+    hardware fits.
 
-    A recipe for eight H100s that ran on one enters fineweb/1xH100, and on one L40S fineweb/1xGPU. Siblings share the
-    name before the last slash, what is ranked, a limit on parameters and whether there is retrieval; of those that fit,
-    the first that names a kind of device is taken. Where none fits either, the recipe's track shows the run as one of
-    other hardware.
+    A recipe for eight H100s that ran on one enters fineweb/1xH100, and on one L40S fineweb/1xGPU.
+    Siblings share the name before the last slash, what is ranked, a limit on parameters and whether
+    there is retrieval; of those that fit, the first that names a kind of device is taken. Where
+    none fits either, the recipe's track shows the run as one of other hardware.
     """
     declared = run["track"]
     own = tracks.get(declared)

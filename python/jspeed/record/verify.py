@@ -1,8 +1,8 @@
 """Cross-check the files of a records folder: each problem as file, field, expected and found value.
 
-One run.json is checked against itself when it is read; here files are checked against each other and the current
-time. A consistent forgery of all related files is not detected; for that see git's history and ``jspeed leaderboard
-reproduce``.
+One run.json is checked against itself when it is read; here files are checked against each other
+and the current time. A consistent forgery of all related files is not detected; for that see git's
+history and ``jspeed leaderboard reproduce``.
 """
 
 import json
@@ -19,7 +19,13 @@ from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 def verify(records: Records, now: datetime) -> list[Problem]:
     """Return everything that is wrong with ``records`` at the UTC time ``now``."""
     problems = [*records.problems, *recipes(records), *parameters(records), *moments(records, now)]
-    problems += [*plans(records, now), *seeds(records), *holdouts(records), *data(records), *weights(records)]
+    problems += [
+        *plans(records, now),
+        *seeds(records),
+        *holdouts(records),
+        *data(records),
+        *weights(records),
+    ]
     return problems
 
 
@@ -35,7 +41,12 @@ def recipes(records: Records) -> Iterator[Problem]:
         run, digest = row.run, row.run["recipe_sha256"]
         beside = row.path.with_name(source_name(digest))
         if digest not in records.sources or not beside.is_file():
-            yield wrong(row.path, "recipe_sha256", f"the recipe's source at {beside}", "no file with this hash")
+            yield wrong(
+                row.path,
+                "recipe_sha256",
+                f"the recipe's source at {beside}",
+                "no file with this hash",
+            )
             continue
         fields = json.dumps(run["fields"], sort_keys=True)
         if (digest, fields) not in known:
@@ -53,7 +64,12 @@ def parameters(records: Records) -> Iterator[Problem]:
             other = first.setdefault(row.run["recipe_hash"], row)
             if other.run.get("parameter_table") != table:
                 wanted = f"that of {other.path.name}, a run of the same recipe"
-                yield wrong(row.path, "parameter_table", wanted, f"one of {row.run['parameters']:,} parameters")
+                yield wrong(
+                    row.path,
+                    "parameter_table",
+                    wanted,
+                    f"one of {row.run['parameters']:,} parameters",
+                )
 
 
 def moments(records: Records, now: datetime) -> Iterator[Problem]:
@@ -65,7 +81,8 @@ def moments(records: Records, now: datetime) -> Iterator[Problem]:
 
 
 def plans(records: Records, now: datetime) -> Iterator[Problem]:
-    """Every preregistered run is there, once, as planned, and after its plan.json; every run's plan is there."""
+    """Every preregistered run is there, once, as planned, and after its plan.json; every run's plan
+    is there."""
     for digest, (path, plan) in records.plans.items():
         if datetime.fromisoformat(plan["made"]) > now:
             yield wrong(path, "made", f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", plan["made"])
@@ -85,17 +102,30 @@ def plans(records: Records, now: datetime) -> Iterator[Problem]:
             yield wrong(row.path, "plan.sha256", wanted, "none with this hash")
 
 
-def as_planned(row: Row, planned: PlannedRun, plan: Preregistration, path: Path) -> Iterator[Problem]:
-    """A preregistered run has the recipe, seed and steps that its plan lists, and started after the plan was made."""
+def as_planned(
+    row: Row, planned: PlannedRun, plan: Preregistration, path: Path
+) -> Iterator[Problem]:
+    """A preregistered run has the recipe, seed and steps that its plan lists, and started after the
+    plan was made."""
     run = row.run
     for name in ("recipe", "recipe_hash", "seed"):
         if run[name] != planned[name]:
             wanted = f"{planned[name]}, which {path.name} planned for {planned['folder']}"
             yield wrong(row.path, name, wanted, run[name])
     if run["asked_steps"] != plan["steps"]:
-        yield wrong(row.path, "asked_steps", f"{plan['steps']}, which {path.name} planned", run["asked_steps"])
+        yield wrong(
+            row.path,
+            "asked_steps",
+            f"{plan['steps']}, which {path.name} planned",
+            run["asked_steps"],
+        )
     if datetime.fromisoformat(run["started"]) < datetime.fromisoformat(plan["made"]):
-        yield wrong(row.path, "started", f"a time after {path.name} was made, {plan['made']}", run["started"])
+        yield wrong(
+            row.path,
+            "started",
+            f"a time after {path.name} was made, {plan['made']}",
+            run["started"],
+        )
 
 
 def seeds(records: Records) -> Iterator[Problem]:
@@ -105,7 +135,8 @@ def seeds(records: Records) -> Iterator[Problem]:
     for row in records.rows:
         run, versions, mesh = row.run, row.run["versions"], tuple(row.run["mesh"].items())
         placed = run["devices"]["kind"], run["layout"], mesh
-        setting = run["recipe_hash"], placed, versions["jax"], versions["jaxlib"]  # what the state depends on too
+        # what the state depends on too
+        setting = run["recipe_hash"], placed, versions["jax"], versions["jaxlib"]
         twin = by_state.setdefault((setting, run["initial_state"]), row)
         if twin.run["seed"] != run["seed"]:
             wanted = f"{twin.run['seed']}, because the run began in the state of {twin.path.name}"
@@ -113,7 +144,9 @@ def seeds(records: Records) -> Iterator[Problem]:
             continue
         other = by_seed.setdefault((setting, run["seed"]), row)
         if other.run["initial_state"] != run["initial_state"]:
-            wanted = f"{other.run['initial_state']}, that of {other.path.name}, which has the same seed"
+            wanted = (
+                f"{other.run['initial_state']}, that of {other.path.name}, which has the same seed"
+            )
             yield wrong(row.path, "initial_state", wanted, run["initial_state"])
 
 
@@ -127,7 +160,12 @@ def holdouts(records: Records) -> Iterator[Problem]:
             other = known.setdefault(key, row)
             theirs = other.run["holdout"]["sha256"]
             if theirs != mine["sha256"]:
-                yield wrong(row.path, "holdout.sha256", f"{theirs[:12]}..., that of {other.path.name}", mine["sha256"])
+                yield wrong(
+                    row.path,
+                    "holdout.sha256",
+                    f"{theirs[:12]}..., that of {other.path.name}",
+                    mine["sha256"],
+                )
 
 
 def data(records: Records) -> Iterator[Problem]:
@@ -135,17 +173,29 @@ def data(records: Records) -> Iterator[Problem]:
     first: dict[tuple[str, ...], Row] = {}
     for row in records.rows:
         mine = row.run["data"]
-        other = first.setdefault((row.run["recipe_hash"], mine["fingerprint"], mine["val_fingerprint"]), row)
+        other = first.setdefault(
+            (row.run["recipe_hash"], mine["fingerprint"], mine["val_fingerprint"]), row
+        )
         theirs = other.run["data"]
         found, wanted = mine["val_sha256"], theirs["val_sha256"]
         if found and wanted and found != wanted and mine["val_tokens"] == theirs["val_tokens"]:
-            yield wrong(row.path, "data.val_sha256", f"{wanted[:12]}..., that of {other.path.name}", f"{found[:12]}...")
+            yield wrong(
+                row.path,
+                "data.val_sha256",
+                f"{wanted[:12]}..., that of {other.path.name}",
+                f"{found[:12]}...",
+            )
         hashes = {shard["name"]: shard["sha256"] for shard in theirs["train_shards"]}
         for index, shard in enumerate(mine["train_shards"]):
             found, wanted = shard["sha256"], hashes.get(shard["name"])
             if found and wanted and found != wanted:
                 place = f"data.train_shards[{index}].sha256"
-                yield wrong(row.path, place, f"{wanted[:12]}..., that of {other.path.name}", f"{found[:12]}...")
+                yield wrong(
+                    row.path,
+                    place,
+                    f"{wanted[:12]}..., that of {other.path.name}",
+                    f"{found[:12]}...",
+                )
                 break
 
 

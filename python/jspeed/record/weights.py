@@ -1,7 +1,8 @@
-"""Where the parameters that a run ended with are kept: weights-HASH.json beside its record, for whoever asks.
+"""Where the parameters that a run ended with are kept: weights-HASH.json beside its record, for
+whoever asks.
 
-The parameters themselves, which may be gigabytes, are not among the records. Whoever has fetched them compares the
-SHA-256, and ``jspeed evaluate`` gives the record's loss again.
+The parameters themselves, which may be gigabytes, are not among the records. Whoever has fetched
+them compares the SHA-256, and ``jspeed evaluate`` gives the record's loss again.
 """
 
 import hashlib
@@ -42,13 +43,16 @@ def weights_of(run: Run, run_dir: Path, kept: str, folder: Path) -> tuple[Path, 
     """
     if not kept.strip() or not kept.isprintable():
         raise BadInput(
-            f"--weights {shown(kept)}: expected one line, the address or path where the run's folder is kept"
+            f"--weights {shown(kept)}: expected one line, the address or path where the run's"
+            " folder is kept"
         )
     path = run_dir.resolve() / FILE
     try:
         size, digest = path.stat().st_size, sha256_of(path)
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); restore it, or leave out --weights") from None
+        raise BadInput(
+            f"{path} cannot be read ({error.strerror}); restore it, or leave out --weights"
+        ) from None
     weights: Weights = {
         "run": run["sha256"],
         "kept": f"{kept.rstrip('/')}/{path.parent.name}/{FILE}",
@@ -61,4 +65,6 @@ def weights_of(run: Run, run_dir: Path, kept: str, folder: Path) -> tuple[Path, 
 
 def parse_weights(content: bytes, path: Path) -> Weights:
     """Return what a weights-HASH.json holds, checked; ``path`` names it in error messages."""
-    return parse_json(content, path, lambda found: check_json(found, Weights), "restore it, or remove it")
+    return parse_json(
+        content, path, lambda found: check_json(found, Weights), "restore it, or remove it"
+    )

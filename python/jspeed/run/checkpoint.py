@@ -1,8 +1,9 @@
 """Save, verify and restore checkpoints with Orbax; writing runs in the background.
 
-A run directory's ``checkpoints/STEP/`` holds the arrays with their shardings; ``record``, a JSON object with all
-that is not on the devices; and ``sha256.json``, the hash of every file, because Orbax does not detect corrupted bytes.
-Orbax makes the folder under another name and renames it when it is whole, hashes included.
+A run directory's ``checkpoints/STEP/`` holds the arrays with their shardings; ``record``, a JSON
+object with all that is not on the devices; and ``sha256.json``, the hash of every file, because
+Orbax does not detect corrupted bytes. Orbax makes the folder under another name and renames it when
+it is whole, hashes included.
 """
 
 import copy
@@ -39,7 +40,8 @@ MOST_NAMED = 6  # differences; those of another recipe are many
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl: of a step its training loss, of an evaluation the validation loss."""
+    """A line of metrics.jsonl: of a step its training loss, of an evaluation the validation
+    loss."""
 
     step: int
     tokens: int
@@ -50,7 +52,8 @@ class MetricsLine(TypedDict):
 
 
 class Checkpoint(TypedDict):
-    """The record of a checkpoint: how far the run was, and what another must share to be this run (``identity``)."""
+    """The record of a checkpoint: how far the run was, and what another must share to be this run
+    (``identity``)."""
 
     steps: int
     tokens: int
@@ -64,7 +67,8 @@ class Checkpoint(TypedDict):
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end.
+    """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at
+    the end.
 
     ``step`` is that of the last one, or of the one that the run was resumed from."""
 
@@ -74,7 +78,8 @@ class Checkpoints:
         self.step = step
 
     def __enter__(self) -> "Checkpoints":
-        on_failure(lambda: remove_unfinished(self._folder))  # of another process, which may end this one during a save
+        # of another process, which may end this one during a save
+        on_failure(lambda: remove_unfinished(self._folder))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -85,12 +90,14 @@ class Checkpoints:
         if kind is None:
             self._manager.close()
             return
-        with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
+        # the one that is being written may be the last; what went wrong is known already
+        with suppress(Exception):
             with_timeout(20, self._manager.wait_until_finished)
         remove_unfinished(self._folder)
 
     def save(self, step: int, state: State, record: Checkpoint) -> None:
-        """Copy ``state`` to the host and write it in the background, with ``record``; waits for the save before.
+        """Copy ``state`` to the host and write it in the background, with ``record``; waits for the
+        save before.
 
         Raises :class:`BadInput` if that one, or this one's beginning, could not be written.
         """
@@ -98,13 +105,16 @@ class Checkpoints:
 
         if self._manager is None:
             _silence_orbax()
-            told = ocp.AsyncOptions(post_finalization_callback=self._write_hashes, barrier_sync_fn=_barrier())
+            told = ocp.AsyncOptions(
+                post_finalization_callback=self._write_hashes, barrier_sync_fn=_barrier()
+            )
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             with self._guarded():
                 self._manager = ocp.CheckpointManager(self._folder, options=options)
         frozen = copy.deepcopy(record)  # it is written later, while the run goes on
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_named(accumulators.without_carry(state))), record=ocp.args.JsonSave(frozen)
+            state=ocp.args.StandardSave(_named(accumulators.without_carry(state))),
+            record=ocp.args.JsonSave(frozen),
         )
         with jax.transfer_guard("allow"), self._guarded():
             self._manager.wait_until_finished()
@@ -125,18 +135,21 @@ class Checkpoints:
         except (BadInput, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, JaxRuntimeError):
                 raise
-            if isinstance(error.__cause__, JaxRuntimeError):  # Orbax calls what another process's end did a time-out
+            # Orbax calls what another process's end did a time-out
+            if isinstance(error.__cause__, JaxRuntimeError):
                 raise error.__cause__ from None
             self._manager = None
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's futures tell of it with a traceback
+            # Orbax's futures tell of it with a traceback
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             remove_unfinished(self._folder)
             raise BadInput(
-                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room or choose another "
-                "--run-dir, then resume from the one before with --resume"
+                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room"
+                " or choose another --run-dir, then resume from the one before with --resume"
             ) from error
 
     def _write_hashes(self) -> None:
-        """Write the hashes; Orbax calls this on process 0 when all is written and before it renames the folder."""
+        """Write the hashes; Orbax calls this on process 0 when all is written and before it renames
+        the folder."""
         for folder in self._folder.glob(f"{self.step}{UNFINISHED}*"):
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
             write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
@@ -145,8 +158,8 @@ class Checkpoints:
 def _barrier() -> Callable[..., None]:
     """Orbax's barrier between processes, for its threads.
 
-    After a failed save a process would wait at a later barrier than the others until all time out (10 min); raise its
-    error instead.
+    After a failed save a process would wait at a later barrier than the others until all time out
+    (10 min); raise its error instead.
     """
     from orbax.checkpoint import multihost
 
@@ -162,7 +175,9 @@ def _barrier() -> Callable[..., None]:
 
 def _reason(error: Exception) -> str:
     """Shorten a multi-line error of Orbax or TensorStore."""
-    if match := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
+    if match := re.search(
+        r"No space left on device|Disk quota exceeded|Read-only file system", str(error)
+    ):
         return match.group()
     return first_line(error, 300)
 
@@ -176,12 +191,16 @@ def remove_unfinished(folder: Path) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in ``folder`` that Orbax calls whole, ascending."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+    return sorted(
+        int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()
+    )
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Every file but Orbax's own notes, which it writes again after the hashes, and the hashes."""
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     return {name: path for name, path in files.items() if name not in (HASHES, *NOTES)}
 
 
@@ -223,7 +242,8 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
 def restore(folder: Path, step: int, shapes: State) -> State:
     """Read the arrays of the checkpoint of ``step``, with the shapes and shardings of ``shapes``.
 
-    The mesh may be another than the one it was saved on. What is carried between slow updates is zeros.
+    The mesh may be another than the one it was saved on. What is carried between slow updates is
+    zeros.
     """
     import orbax.checkpoint as ocp
 
@@ -231,7 +251,9 @@ def restore(folder: Path, step: int, shapes: State) -> State:
     saved = accumulators.without_carry(shapes)
     names = _named(saved)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(names))
-    with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    with ocp.CheckpointManager(
+        folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)
+    ) as manager:
         arrays = manager.restore(step, args=args)["state"]
     leaves = [arrays[name] for name in names]
     carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
@@ -239,7 +261,8 @@ def restore(folder: Path, step: int, shapes: State) -> State:
 
 
 def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) -> None:
-    """Raise :class:`BadInput`, which names what differs, when the checkpoint with ``record`` belongs to another run.
+    """Raise :class:`BadInput`, which names what differs, when the checkpoint with ``record``
+    belongs to another run.
 
     What is a flag of its own (``--steps``) may differ.
     """
@@ -250,10 +273,13 @@ def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) ->
     if differs != [HASH]:  # that of what is named besides
         differs = [name for name in differs if name != HASH]
     more = f", and {len(differs) - MOST_NAMED} more," if len(differs) > MOST_NAMED else ""
-    had, has = (", ".join(f"{name} {its.get(name)}" for name in differs[:MOST_NAMED]) for its in (saved, own))
+    had, has = (
+        ", ".join(f"{name} {its.get(name)}" for name in differs[:MOST_NAMED])
+        for its in (saved, own)
+    )
     raise BadInput(
-        f"--resume: {folder} was made with {had}{more} but this run has {has}; give the same recipe "
-        f"({folder}/recipe.py), --set, --seed and --data, or another --run-dir"
+        f"--resume: {folder} was made with {had}{more} but this run has {has}; give the same recipe"
+        f" ({folder}/recipe.py), --set, --seed and --data, or another --run-dir"
     )
 
 
@@ -265,21 +291,25 @@ def read_record(folder: Path, step: int) -> Checkpoint:
 def _named(tree: Any) -> dict[str, Any]:
     """The leaves of ``tree`` by plain names, in order."""
     paths, _ = jax.tree.flatten_with_path(tree)
-    named = {re.sub(r"\W+", "-", jax.tree_util.keystr(path)).strip("-"): leaf for path, leaf in paths}
+    named = {
+        re.sub(r"\W+", "-", jax.tree_util.keystr(path)).strip("-"): leaf for path, leaf in paths
+    }
     assert len(named) == len(paths), "two arrays of the state have one name"
     return named
 
 
 def _silence_orbax() -> None:
-    """Silence Orbax's warnings about intended behaviour (read-only folders, waits that the ledger has by name) and its
-    tracebacks of a failed save, which has an error message; those of TensorStore's threads come as unraisable, and
-    writes that another one's failure has kept from beginning as a warning."""
+    """Silence Orbax's warnings about intended behaviour (read-only folders, waits that the ledger
+    has by name) and its tracebacks of a failed save, which has an error message; those of
+    TensorStore's threads come as unraisable, and writes that another one's failure has kept from
+    beginning as a warning."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     usual = sys.unraisablehook
 
     def hook(what: "sys.UnraisableHookArgs") -> None:
-        if str(what.exc_value) != "Event loop is closed":  # writes that end when another one has failed
+        # writes that end when another one has failed
+        if str(what.exc_value) != "Event loop is closed":
             usual(what)
 
     sys.unraisablehook = hook

@@ -1,14 +1,15 @@
 """The training clock: the only module that reads the time, and the rule of what is timed.
 
-The rule. Everything up to the clock's start is untimed: imports, data preparation, compilation, warm-up on dummy
-tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From then on
-every second is timed, data loading and host work included, except pauses that carry a name (evaluation, checkpoint). A
-resumed run continues the ledger that its checkpoint holds; steps made again are missing from it, so that a track which
-ranks seconds takes no resumed run. Before a pause, and before the clock stops after the last step, the host waits until
-the training state is ready, so that no queued step escapes; in a canonical recipe it also waits for the table of
-impossible tokens, which a thread makes from the first dispatched step on. The final evaluation and the probes come
-after the stop. The ledger lists every section in order with its name, its seconds and whether it was timed; its entries
-add up to the wall time.
+The rule. Everything up to the clock's start is untimed: imports, data preparation, compilation,
+warm-up on dummy tokens, and the rebuilding of the initial state. The clock starts when that state
+is ready on the devices. From then on every second is timed, data loading and host work included,
+except pauses that carry a name (evaluation, checkpoint). A resumed run continues the ledger that
+its checkpoint holds; steps made again are missing from it, so that a track which ranks seconds
+takes no resumed run. Before a pause, and before the clock stops after the last step, the host waits
+until the training state is ready, so that no queued step escapes; in a canonical recipe it also
+waits for the table of impossible tokens, which a thread makes from the first dispatched step on.
+The final evaluation and the probes come after the stop. The ledger lists every section in order
+with its name, its seconds and whether it was timed; its entries add up to the wall time.
 """
 
 import time
@@ -49,15 +50,17 @@ class Clock:
 
     def _enter(self, name: str, timed: bool) -> None:
         moment = now()
-        self._done.append({"name": self._name, "seconds": moment - self._since, "timed": self._timed})
+        self._done.append(
+            {"name": self._name, "seconds": moment - self._since, "timed": self._timed}
+        )
         self._name, self._timed, self._since = name, timed, moment
 
     @contextmanager
     def section(self, name: str, wait_for: Any = ()) -> Iterator[None]:
         """Count what happens inside as untimed ``name``, once ``wait_for`` (any pytree) is ready.
 
-        Inside timed training this is a pause; before and after it only names the work. A section splits the one
-        around it into two entries of the ledger.
+        Inside timed training this is a pause; before and after it only names the work. A section
+        splits the one around it into two entries of the ledger.
         """
         jax.block_until_ready(wait_for)
         outer = self._name, self._timed
@@ -80,7 +83,10 @@ class Clock:
     @property
     def ledger(self) -> list[Interval]:
         """Sections so far, the open one included: ``name``, ``seconds``, ``timed``."""
-        return [*self._done, {"name": self._name, "seconds": now() - self._since, "timed": self._timed}]
+        return [
+            *self._done,
+            {"name": self._name, "seconds": now() - self._since, "timed": self._timed},
+        ]
 
     @property
     def timed_seconds(self) -> float:
@@ -93,5 +99,6 @@ class Clock:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since this process first read the clock, and all of the run's before it was resumed."""
+        """Seconds since this process first read the clock, and all of the run's before it was
+        resumed."""
         return self._earlier + now() - _PROCESS_START

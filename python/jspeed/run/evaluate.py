@@ -26,11 +26,12 @@ from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
 @dataclass
 class ValidationSet:
-    """Rows of validation tokens on the devices: ``[padded rows, Recipe.row_words(eval_len)]`` of ``Data.dtype``.
+    """Rows of validation tokens on the devices: ``[padded rows, Recipe.row_words(eval_len)]`` of
+    ``Data.dtype``.
 
-    The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a target in the loss.
-    ``impossible`` is that of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is
-    impossible.
+    The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a
+    target in the loss. ``impossible`` is that of :class:`~jspeed.recipe.Context` for a canonical
+    recipe; until it is known nothing is impossible.
     """
 
     rows: jax.Array
@@ -41,7 +42,8 @@ class ValidationSet:
 
 
 class HoldoutRows(NamedTuple):
-    """Rows of a second range of the validation tokens, ``[rows, eval_len + 1]``, from token ``first`` on."""
+    """Rows of a second range of the validation tokens, ``[rows, eval_len + 1]``, from token
+    ``first`` on."""
 
     first: int
     rows: np.ndarray
@@ -51,16 +53,22 @@ class HoldoutRows(NamedTuple):
         """What to say where the shards end before it."""
         if len(self.rows):
             return None
-        return f"the validation shards end before token {self.first:,}: the track's second range is not evaluated"
+        return (
+            f"the validation shards end before token {self.first:,}: the track's second range is"
+            " not evaluated"
+        )
 
 
 def read_holdout(shards: Shards, recipe: Recipe) -> HoldoutRows | None:
-    """Return the second range that the recipe's track asks for, as long as the first; None where it asks for none.
+    """Return the second range that the recipe's track asks for, as long as the first; None where it
+    asks for none.
 
-    A track is known in a checkout only, as runs that count are made in one. Nothing is trained, stopped or chosen by
-    this range: its loss is computed once, after the clock has stopped.
+    A track is known in a checkout only, as runs that count are made in one. Nothing is trained,
+    stopped or chosen by this range: its loss is computed once, after the clock has stopped.
     """
-    track = remarks.family(recipe.track, remarks.RECORDS).get(recipe.track) if recipe.track else None
+    track = (
+        remarks.family(recipe.track, remarks.RECORDS).get(recipe.track) if recipe.track else None
+    )
     first = track.rules.get("holdout.first") if track else None
     if first is None:
         return None
@@ -69,10 +77,11 @@ def read_holdout(shards: Shards, recipe: Recipe) -> HoldoutRows | None:
 
 
 def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
-    """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id only a target.
+    """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id
+    only a target.
 
-    All of ``recipe.eval_tokens`` where the shards hold them after ``skipped`` rows, else as many whole rows as they do.
-    Raises :class:`BadInput` when they hold less than a row in all.
+    All of ``recipe.eval_tokens`` where the shards hold them after ``skipped`` rows, else as many
+    whole rows as they do. Raises :class:`BadInput` when they hold less than a row in all.
     """
     wanted = recipe.eval_tokens // recipe.eval_len
     loader = TokenLoader(
@@ -89,43 +98,57 @@ def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
 
 
 def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
-    """Raise :class:`BadInput` when a row holds more than ``most`` documents, which attention has no room for."""
+    """Raise :class:`BadInput` when a row holds more than ``most`` documents, which attention has no
+    room for."""
     documents = 1 + int(np.max(np.sum(rows[:, 1:-1] == recipe.data.bos_id, axis=1)))
     if most and documents > most:
         raise BadInput(
-            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {documents} documents but "
-            f"attention has room for {most} (its share of MAX_DOCS); --set a larger MAX_DOCS or a shorter EVAL_LEN"
+            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {documents}"
+            f" documents but attention has room for {most} (its share of MAX_DOCS); --set a larger"
+            " MAX_DOCS or a shorter EVAL_LEN"
         )
 
 
 def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
-    """Return the tokens of the longest document within a row; a row begins with one, whatever its first token."""
+    """Return the tokens of the longest document within a row; a row begins with one, whatever its
+    first token."""
     starts = rows[:, :-1] == recipe.data.bos_id
     starts[:, 0] = True
     return int(np.max(np.diff(np.flatnonzero(starts), append=starts.size)))
 
 
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
-    """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches behind tokens alone."""
+    """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches
+    behind tokens alone."""
     shape = padded, recipe.row_words(recipe.eval_len)
     array = put_padded(rows, shape, recipe.data.dtype, mesh)
     mean = float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
     nothing = None
     if recipe.canonical:
-        zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))
+        zeros = jax.jit(
+            partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh)
+        )
         nothing = zeros()
     return ValidationSet(array, len(rows), len(rows) * recipe.eval_len, mean, nothing)
 
 
-def look_up(validation: ValidationSet, rows: np.ndarray, loader: TokenLoader | Retriever, mesh: Mesh) -> None:
-    """Put what the steps so far say of validation ``rows`` behind them on the devices; without retrieval, nothing."""
+def look_up(
+    validation: ValidationSet, rows: np.ndarray, loader: TokenLoader | Retriever, mesh: Mesh
+) -> None:
+    """Put what the steps so far say of validation ``rows`` behind them on the devices; without
+    retrieval, nothing."""
     if isinstance(loader, Retriever):
         with jax.transfer_guard("allow"):
-            validation.rows = put_padded(loader.looked_up(rows), validation.rows.shape, validation.rows.dtype, mesh)
+            validation.rows = put_padded(
+                loader.looked_up(rows), validation.rows.shape, validation.rows.dtype, mesh
+            )
 
 
-def put_padded(rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], mesh: Mesh) -> jax.Array:
-    """Put ``rows`` on the devices as the first ones of an array of this ``shape``, with zeros after and behind them."""
+def put_padded(
+    rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], mesh: Mesh
+) -> jax.Array:
+    """Put ``rows`` on the devices as the first ones of an array of this ``shape``, with zeros after
+    and behind them."""
     full = np.zeros(shape, dtype)
     full[: len(rows), : rows.shape[1]] = rows
     return put(full, batch_rows(mesh))
@@ -134,18 +157,22 @@ def put_padded(rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], m
 def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
     """Return GPT-2's tokens if ``recipe`` is canonical, else none.
 
-    Raises :class:`BadInput` where they cannot be had, and for data of another ``tokenizer`` or separator.
+    Raises :class:`BadInput` where they cannot be had, and for data of another ``tokenizer`` or
+    separator.
     """
     if not recipe.canonical:
         return ()
     what = f"recipe {recipe.name} is canonical, which needs"
     if tokenizer != GPT2["tokenizer"]:
         raise BadInput(
-            f"{what} tokens of gpt2, and the data hold those of {tokenizer or 'an unknown tokenizer'}; prepare them "
-            "with --tokenizer gpt2, or --set CANONICAL=False"
+            f"{what} tokens of gpt2, and the data hold those of"
+            f" {tokenizer or 'an unknown tokenizer'}; prepare them with --tokenizer gpt2, or --set"
+            " CANONICAL=False"
         )
     if recipe.data.bos_id != GPT2_BOS:
-        raise BadInput(f"{what} separator {GPT2_BOS} and it has {recipe.data.bos_id}; --set BOS={GPT2_BOS}")
+        raise BadInput(
+            f"{what} separator {GPT2_BOS} and it has {recipe.data.bos_id}; --set BOS={GPT2_BOS}"
+        )
     try:
         return gpt2_byte_pairs()
     except BadInput as error:
@@ -153,32 +180,42 @@ def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
 
 
 def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
-    """Return on all devices what GPT-2's tokenizer never writes: uint8 ``[V, V / 8]``, made by one core in Rust.
+    """Return on all devices what GPT-2's tokenizer never writes: uint8 ``[V, V / 8]``, made by one
+    core in Rust.
 
-    It has 316 MB for GPT-2's vocabulary. May run in a thread of its own: most of the time without Python's lock.
+    It has 316 MB for GPT-2's vocabulary. May run in a thread of its own: most of the time without
+    Python's lock.
     """
-    return jax.block_until_ready(put(canonical_mask(pairs, impossible_shape(recipe)[0]), replicated(mesh)))
+    return jax.block_until_ready(
+        put(canonical_mask(pairs, impossible_shape(recipe)[0]), replicated(mesh))
+    )
 
 
-def validation_loss(evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet) -> float:
-    """Return the (weighted) mean loss in nats per token, or mean of what else ``evaluate`` returns for each row: fp32
-    within a row, float64 over rows."""
+def validation_loss(
+    evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet
+) -> float:
+    """Return the (weighted) mean loss in nats per token, or mean of what else ``evaluate`` returns
+    for each row: fp32 within a row, float64 over rows."""
     rows = jax.device_get(evaluate(params, validation.rows, validation.impossible))
     return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight
 
 
 def validation_accuracy(compiled: Program, params: Any, validation: ValidationSet) -> float | None:
-    """Return the (weighted) share of targets that the model takes for the most probable; None: not asked for."""
+    """Return the (weighted) share of targets that the model takes for the most probable; None: not
+    asked for."""
     return compiled.accuracy and validation_loss(compiled.accuracy, params, validation)
 
 
 def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callable[..., jax.Array]:
-    """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: the logits of a row at a time.
+    """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: the logits of a
+    row at a time.
 
     Raises :class:`BadInput` where these do not fit into a device's memory.
     """
 
-    def hits(params: Any, tokens: jax.Array, targets: jax.Array, weights: jax.Array, ctx: Context) -> Any:
+    def hits(
+        params: Any, tokens: jax.Array, targets: jax.Array, weights: jax.Array, ctx: Context
+    ) -> Any:
         logits_BTV = recipe.forward(params, tokens, ctx)[..., : recipe.vocab_size]
         hits_BT = (jnp.argmax(logits_BTV, axis=-1) == targets).astype(jnp.float32)
         return jnp.sum(hits_BT), hits_BT
@@ -186,7 +223,9 @@ def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callabl
     counting = replace(recipe, loss=hits)
     if without_jit():
         parts, _ = program.eval_parts(recipe, rows, placement.mesh, recipe.eval_len)
-        return partial(eval_step, counting, program.eval_context(recipe, placement.device), placement, parts)
+        return partial(
+            eval_step, counting, program.eval_context(recipe, placement.device), placement, parts
+        )
     try:
         idle = program.idle_state_bytes(recipe, placement)
         return program.compile_evaluation(counting, placement, recipe.eval_len, rows, idle)[1]

@@ -23,20 +23,28 @@ from jspeed.run.model_config import read_config
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
-HASH_KEY = "sha256"  # in the metadata of our own files: the file's hash, taken with HASH_PLACEHOLDER there
+# in the metadata of our own files: the file's hash, taken with HASH_PLACEHOLDER there
+HASH_KEY = "sha256"
 HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
-OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}  # metadata of our files; Hugging Face's say "pt"
-LEFT_OUT, STEP = "left_out", "step"  # in the metadata of our own files: tables that it does not hold; steps made
+# metadata of our files; Hugging Face's say "pt"
+OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}
+# in the metadata of our own files: tables that it does not hold; steps made
+LEFT_OUT, STEP = "left_out", "step"
 LARGE = 4 * 2**30  # bytes of lazily updated tables, more than which a run writes into no file
 DTYPES = ("F64", "F32", "F16", "BF16")
-OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")  # of models, not safetensors
+# of models, not safetensors
+OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def gathered(params: Any) -> Tensors:
     """Return the parameters by name, whole and on the host; every process calls this."""
     tensors = {}
     for name, array in leaves(params):
-        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        whole = (
+            array
+            if array.is_fully_addressable
+            else multihost_utils.process_allgather(array, tiled=True)
+        )
         tensors[name] = np.asarray(jax.device_get(whole))
     return tensors
 
@@ -65,7 +73,8 @@ def own_config(loaded: LoadedRecipe, tokenizer: Mapping[str, Any] | None) -> dic
 
 
 def large_tables(recipe: Recipe) -> tuple[str, ...]:
-    """Return the lazily updated tables that a run's file leaves out: all, if together they have more than LARGE bytes.
+    """Return the lazily updated tables that a run's file leaves out: all, if together they have
+    more than LARGE bytes.
 
     They may be larger than a host's memory. Checkpoints hold them, each device's part apart.
     """
@@ -78,7 +87,8 @@ def _lazy_bytes(recipe: Recipe) -> int:
 
 
 def to_write(recipe: Recipe, params: Any) -> Tensors:
-    """Return the parameters that a run writes, by name, whole and on the host; every process calls this."""
+    """Return the parameters that a run writes, by name, whole and on the host; every process calls
+    this."""
     return gathered(without_lazy(recipe, params) if large_tables(recipe) else params)
 
 
@@ -90,17 +100,21 @@ def run_metadata(loaded: LoadedRecipe, step: int, **more: str) -> dict[str, str]
 
 def note_on_large_tables(recipe: Recipe, saved: bool) -> str:
     """Say what a run's file leaves out, and where it is, or how to keep it."""
-    where = "the last checkpoint has it" if saved else "with --checkpoint-every N a checkpoint has it"
+    where = (
+        "the last checkpoint has it" if saved else "with --checkpoint-every N a checkpoint has it"
+    )
     size = f"{_lazy_bytes(recipe) / 1e9:,.1f} GB"
     return f"{FILE} leaves out {', '.join(recipe.lazy)}, {size} updated row by row; {where}"
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all; a hash that its ``metadata`` asks for is filled in.
+    """Write a safetensors file that appears whole or not at all; a hash that its ``metadata`` asks
+    for is filled in.
 
     Raises BadInput when there is no room for it, or another reason why it cannot be written.
     """
-    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}  # a scalar stays one
+    # a scalar stays one
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     with atomic_path(path) as temporary:
         try:
             safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
@@ -114,9 +128,12 @@ def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
-    """Return the header of a safetensors file, its hash blanked, and the SHA-256 of that and of all that follows."""
+    """Return the header of a safetensors file, its hash blanked, and the SHA-256 of that and of all
+    that follows."""
     size = int.from_bytes(file.read(8), "little")
-    header = re.sub(HASH_ENTRY % b"[0-9a-f]{64}", HASH_ENTRY % HASH_PLACEHOLDER, file.read(size), count=1)
+    header = re.sub(
+        HASH_ENTRY % b"[0-9a-f]{64}", HASH_ENTRY % HASH_PLACEHOLDER, file.read(size), count=1
+    )
     digest = hashlib.sha256(header)
     while part := file.read(1 << 20):
         digest.update(part)
@@ -130,10 +147,11 @@ def _check_hash(path: Path, expected: str) -> None:
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or several.
+    """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or
+    several.
 
-    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, of other numbers than floats of 16
-    bits or more (masks are left out), or changed since it was written.
+    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, of other numbers
+    than floats of 16 bits or more (masks are left out), or changed since it was written.
     """
     tensors: Tensors = {}
     metadata: dict[str, str] = {}
@@ -152,14 +170,20 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
                         tensors[name] = array.astype(np.float32) if array.dtype == BF16 else array
                     elif not BUFFERS.fullmatch(name):
                         wanted = ", ".join(DTYPES)
-                        raise BadInput(f"{file} holds {name} in {kind}, quantised; give a file in one of {wanted}")
+                        raise BadInput(
+                            f"{file} holds {name} in {kind}, quantised; give a file in one of"
+                            f" {wanted}"
+                        )
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise BadInput(f"{file} cannot be read as safetensors ({error}); copy or download it again") from None
+            raise BadInput(
+                f"{file} cannot be read as safetensors ({error}); copy or download it again"
+            ) from None
     return tensors, metadata
 
 
 def fingerprint(path: Path) -> str:
-    """Return one SHA-256 of the safetensors files of ``path``. Raises BadInput as :func:`load` does."""
+    """Return one SHA-256 of the safetensors files of ``path``. Raises BadInput as :func:`load`
+    does."""
     return hashlib.sha256("".join(sha256_of(file) for file in _files(path)).encode()).hexdigest()
 
 
@@ -173,33 +197,50 @@ def _files(path: Path) -> list[Path]:
         try:
             return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInput(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
+            raise BadInput(
+                f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
+            ) from None
     what = "is not a folder" if path.exists() else "does not exist"
     what = f"holds no {FILE}" if path.is_dir() else what
-    if path.is_dir() and (others := sorted(each.name for each in path.iterdir() if each.suffix in OTHER_FILES)):
+    if path.is_dir() and (
+        others := sorted(each.name for each in path.iterdir() if each.suffix in OTHER_FILES)
+    ):
         raise BadInput(
             f"{path} {what} but {others[0]}; convert it where its library is: with transformers, "
             f"AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER) writes {FILE}"
         )
-    raise BadInput(f"{path} {what}; give a run directory, an exported folder or a folder with GPT-2's {FILE}")
+    raise BadInput(
+        f"{path} {what}; give a run directory, an exported folder or a folder with GPT-2's {FILE}"
+    )
 
 
 def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
-    """Return the parameters of ``recipe`` from our file or GPT-2's, in its dtypes, as a tree of NumPy arrays.
+    """Return the parameters of ``recipe`` from our file or GPT-2's, in its dtypes, as a tree of
+    NumPy arrays.
 
-    A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises BadInput for missing,
-    extra or differently shaped tensors, and for a GPT-2 whose config.json does not describe ``recipe``.
+    A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises
+    BadInput for missing, extra or differently shaped tensors, and for a GPT-2 whose config.json
+    does not describe ``recipe``.
     """
     tensors, metadata = load(path)
     if metadata.get("format") != OWN["format"]:
         if not is_gpt2(recipe):
-            raise BadInput(f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe gpt2")
+            raise BadInput(
+                f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe"
+                " gpt2"
+            )
         config = read_config(path if path.is_dir() else path.parent)
         if config.get("model_type") != "gpt2":
-            raise BadInput(f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both again")
+            raise BadInput(
+                f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both"
+                " again"
+            )
         check_sizes(path, config, recipe)
-        tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}  # one array, two names
-        tensors = from_gpt2(tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False)
+        # one array, two names
+        tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+        tensors = from_gpt2(
+            tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False
+        )
     specs = dict(leaves(recipe.parameters))
     _same_names(path, tensors, specs, recipe, metadata.get(LEFT_OUT, ""))
     arrays = {}
@@ -208,23 +249,33 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         if spec.axes and spec.axes[0] == "position" and len(array) > spec.shape[0]:
             array = array[: spec.shape[0]]
         if "qkv" in spec.axes and array.size == math.prod(spec.shape):
-            array = array.reshape(spec.shape)  # Hugging Face, and older files of ours, have the three side by side
+            # Hugging Face, and older files of ours, have the three side by side
+            array = array.reshape(spec.shape)
         if array.shape != spec.shape:
             raise BadInput(
-                f"{path}: {name} has shape {array.shape} but recipe {recipe.name} has {spec.shape}; --set its fields "
-                "to those it was trained with"
+                f"{path}: {name} has shape {array.shape} but recipe {recipe.name} has {spec.shape};"
+                " --set its fields to those it was trained with"
             )
         arrays[name] = array.astype(spec.dtype)
     return nested(arrays)
 
 
-def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe, left_out: str) -> None:
+def _same_names(
+    path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe, left_out: str
+) -> None:
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
-        remedy = "give a checkpoint of its run, which has it" if left_out else "use the recipe it was trained with"
+        remedy = (
+            "give a checkpoint of its run, which has it"
+            if left_out
+            else "use the recipe it was trained with"
+        )
         what = f"{left_out}, too large for it" if left_out else missing[0]
-        raise BadInput(f"{path} lacks {what}, of recipe {recipe.name}{nearest(missing[0], extra)}; {remedy}")
+        raise BadInput(
+            f"{path} lacks {what}, of recipe {recipe.name}{nearest(missing[0], extra)}; {remedy}"
+        )
     if extra:
         raise BadInput(
-            f"{path} holds {extra[0]}, which recipe {recipe.name} does not have; use the recipe it was trained with"
+            f"{path} holds {extra[0]}, which recipe {recipe.name} does not have; use the recipe it"
+            " was trained with"
         )

@@ -1,4 +1,5 @@
-"""Find a recipe by name or path, read its file with fields replaced by ``--set``, fit it to the data, and hash it."""
+"""Find a recipe by name or path, read its file with fields replaced by ``--set``, fit it to the
+data, and hash it."""
 
 import ast
 import hashlib
@@ -23,14 +24,16 @@ from jspeed.recipe_names import FOLDER, locate
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
 IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
-ROW_FIELDS = ("LANE_LEN", "EVAL_LEN", "EVAL_TOKENS")  # which follow the rows that a recipe with PAD trains on
+# which follow the rows that a recipe with PAD trains on
+ROW_FIELDS = ("LANE_LEN", "EVAL_LEN", "EVAL_TOKENS")
 GPT2_TABLE = "jspeed.model.prefixes"  # knows GPT-2's tokens only
 TRACED: set[str] = set()  # hashes of the recipes whose functions this process has tried
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, its file and source, its resolved fields and those changed by ``--set`` or to fit data (``note``)."""
+    """A recipe, its file and source, its resolved fields and those changed by ``--set`` or to fit
+    data (``note``)."""
 
     recipe: Recipe
     path: Path
@@ -51,16 +54,20 @@ class LoadedRecipe:
 
 
 def find(
-    name_or_path: str, sets: Sequence[str] = (), *, tokens: Mapping[str, Any] | None = None, trace: bool = True
+    name_or_path: str,
+    sets: Sequence[str] = (),
+    *,
+    tokens: Mapping[str, Any] | None = None,
+    trace: bool = True,
 ) -> LoadedRecipe:
     """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
 
-    A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can hold. ``sets`` are
-    ``FIELD=VALUE`` texts; the file is read as if those lines held the new values, so everything derived from them
-    follows. Without ``trace`` its functions are not tried, which takes seconds for a hundred layers. ``tokens``: what
-    :func:`fit` found, for which the fields must fit.
-    Raises :class:`BadInput` for an unknown name, a file that fails, ends the program or has no RECIPE, an unknown field
-    or a value of another type.
+    A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can
+    hold. ``sets`` are ``FIELD=VALUE`` texts; the file is read as if those lines held the new
+    values, so everything derived from them follows. Without ``trace`` its functions are not tried,
+    which takes seconds for a hundred layers. ``tokens``: what :func:`fit` found, for which the
+    fields must fit. Raises :class:`BadInput` for an unknown name, a file that fails, ends the
+    program or has no RECIPE, an unknown field or a value of another type.
     """
     path = locate(name_or_path)
     try:
@@ -70,10 +77,15 @@ def find(
         fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
         overrides = dict(_override(text, fields, path) for text in sets)
         for name, value in overrides.items():
-            literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
-        code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")  # XLA takes names in UTF-8 only
+            literals[name].value = ast.copy_location(
+                ast.parse(repr(value), mode="eval").body, literals[name].value
+            )
+        # XLA takes names in UTF-8 only
+        code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise BadInput(f"recipe file {path} cannot be read as Python: {type_and_line(error)}") from None
+        raise BadInput(
+            f"recipe file {path} cannot be read as Python: {type_and_line(error)}"
+        ) from None
 
     module = types.ModuleType(as_text(path.stem))
     module.__file__ = str(path)
@@ -82,7 +94,10 @@ def find(
         recipe = getattr(module, "RECIPE", None)
         if not isinstance(recipe, Recipe):
             example = FOLDER / "stdlib.py"
-            raise BadInput(f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does")
+            raise BadInput(
+                f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as"
+                f" {example} does"
+            )
         if tokens is not None:
             recipe = on_tokens(recipe, fields | overrides, tokens)
             overrides["tokens"] = dict(tokens)
@@ -94,29 +109,37 @@ def find(
         raise
     except SystemExit as error:
         raise BadInput(
-            f"recipe file {path} ends the program{_line_in(error, path)} by sys.exit({error.code!r}); a recipe only "
-            "defines what to train"
+            f"recipe file {path} ends the program{_line_in(error, path)} by"
+            f" sys.exit({error.code!r}); a recipe only defines what to train"
         ) from None
     except BaseException as error:
-        raise BadInput(f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}") from error
+        raise BadInput(
+            f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}"
+        ) from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 
 
 def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
-    """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a manifest).
+    """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a
+    manifest).
 
-    If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs where ``sets`` says
-    nothing else, and it leaves its track; so do its lanes where it pads rows and the data's are of another length. One
-    without VOCAB stays as it is. Raises :class:`BadInput` for a VOCAB of ``sets`` that is too small, and for a recipe
-    that needs GPT-2's tokens.
+    If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs
+    where ``sets`` says nothing else, and it leaves its track; so do its lanes where it pads rows
+    and the data's are of another length. One without VOCAB stays as it is. Raises :class:`BadInput`
+    for a VOCAB of ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
     """
-    data, fields, count, bos = loaded.recipe.data, loaded.fields, facts["vocab_size"], facts["bos_id"]
+    data, fields, count, bos = (
+        loaded.recipe.data,
+        loaded.fields,
+        facts["vocab_size"],
+        facts["bos_id"],
+    )
     known, vocab = TOKENIZERS.get(data.name), fields.get("VOCAB")
     what = f"the data hold {count:,} ids of {facts['tokenizer']}"
     if GPT2_TABLE in loaded.source and facts["tokenizer"] != "gpt2":
         raise BadInput(
-            f"{what}, but recipe {loaded.recipe.name} uses a table of GPT-2's ({GPT2_TABLE}); prepare them with "
-            "--tokenizer gpt2, or give another recipe"
+            f"{what}, but recipe {loaded.recipe.name} uses a table of GPT-2's ({GPT2_TABLE});"
+            " prepare them with --tokenizer gpt2, or give another recipe"
         )
     free = fields.keys() - loaded.overrides.keys()
     reads_bos = "BOS" in free or data.align is not None and "BOS" not in fields
@@ -129,21 +152,35 @@ def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> 
         bos = count  # which no text has
     size = max(count, (loaded.overrides.get("BOS", bos) or 0) + 1)
     if loaded.overrides.get("VOCAB", size) < size:
-        raise BadInput(f"{what}, for which VOCAB={vocab} is too small; give VOCAB={size}, or leave it out")
+        raise BadInput(
+            f"{what}, for which VOCAB={vocab} is too small; give VOCAB={size}, or leave it out"
+        )
     step = min(vocab & -vocab, 128) if vocab != data.vocab_size else 1
     wanted = {"VOCAB": -(-size // step) * step, "BOS": bos, "PAD": facts.get("pad_id")}
     wanted = rows if same else wanted | rows
-    more = [f"{name}={value}" for name, value in wanted.items() if name in free and value is not None]
+    more = [
+        f"{name}={value}" for name, value in wanted.items() if name in free and value is not None
+    ]
     fitted = find(str(loaded.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
     what += f" in rows of {rows['LANE_LEN']}" if rows else ""
     what += f", and so {' '.join(more)}" if more else ""
-    return replace(fitted, note=f"{what}: other tokens than recipe {loaded.recipe.name}'s, so on no track")
+    return replace(
+        fitted, note=f"{what}: other tokens than recipe {loaded.recipe.name}'s, so on no track"
+    )
 
 
 def _rows(fields: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fields for data in padded rows of another length than a recipe's: of as many rows of evaluation."""
-    row, sizes = facts.get("source", {}).get("row"), [fields[name] for name in ROW_FIELDS if name in fields]
-    if "PAD" not in fields or [type(size) for size in (row, *sizes)] != [int] * 4 or row == sizes[0]:
+    """Return the fields for data in padded rows of another length than a recipe's: of as many rows
+    of evaluation."""
+    row, sizes = (
+        facts.get("source", {}).get("row"),
+        [fields[name] for name in ROW_FIELDS if name in fields],
+    )
+    if (
+        "PAD" not in fields
+        or [type(size) for size in (row, *sizes)] != [int] * 4
+        or row == sizes[0]
+    ):
         return {}
     return {"LANE_LEN": row, "EVAL_LEN": row, "EVAL_TOKENS": sizes[2] // max(1, sizes[1]) * row}
 
@@ -158,23 +195,28 @@ def on_tokens(recipe: Recipe, fields: Mapping[str, Any], tokens: Mapping[str, An
 
 
 def check_functions(recipe: Recipe) -> None:
-    """Trace forward, loss and optimizer on shapes alone, so that a faulty recipe fails before data are looked for."""
+    """Trace forward, loss and optimizer on shapes alone, so that a faulty recipe fails before data
+    are looked for."""
     stage = recipe.stages[0]
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
     weights = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.float32)
     ctx = Context(stage, training=True)
-    total, loss_BT = jax.eval_shape(lambda p, t, w: recipe.loss(p, t, t, w, ctx), params, tokens, weights)
+    total, loss_BT = jax.eval_shape(
+        lambda p, t, w: recipe.loss(p, t, t, w, ctx), params, tokens, weights
+    )
     if total.shape != () or loss_BT.shape != tokens.shape:
         raise BadInput(
             f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
             f"expected () and (batch, tokens) = {tokens.shape}"
         )
-    logits = jax.eval_shape(lambda p, t: recipe.forward(p, t, replace(ctx, training=False)), params, tokens)
+    logits = jax.eval_shape(
+        lambda p, t: recipe.forward(p, t, replace(ctx, training=False)), params, tokens
+    )
     if logits.shape[:-1] != tokens.shape:
         raise BadInput(
-            f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens, vocabulary), the "
-            f"first two {tokens.shape}"
+            f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens,"
+            f" vocabulary), the first two {tokens.shape}"
         )
     jax.eval_shape(recipe.optimizer().init, without_lazy(recipe, params))
 
@@ -182,7 +224,11 @@ def check_functions(recipe: Recipe) -> None:
 def _fields(tree: ast.Module) -> dict[str, ast.Assign]:
     fields = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id.isupper()
+        ):
             with suppress(ValueError):
                 _plain(node.value)
                 fields[node.targets[0].id] = node
@@ -190,7 +236,8 @@ def _fields(tree: ast.Module) -> dict[str, ast.Assign]:
 
 
 def _plain(text: str | ast.expr) -> Any:
-    """Return the literal that ``text`` is; raises ValueError where it is none, or none that JSON can hold."""
+    """Return the literal that ``text`` is; raises ValueError where it is none, or none that JSON
+    can hold."""
     try:
         value = ast.literal_eval(text)
         json.dumps(value, allow_nan=False)
@@ -204,7 +251,10 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     name = name.strip().upper().replace("-", "_")
     known = ", ".join(fields)
     if name not in fields:
-        raise BadInput(f"--set {text}: {path.name} has no field {name!r}{nearest(name, fields)}; known: {known}")
+        raise BadInput(
+            f"--set {text}: {path.name} has no field {name!r}{nearest(name, fields)}; known:"
+            f" {known}"
+        )
     old = fields[name]
     if not equals:
         raise BadInput(f"--set {text}: there is no value; write {name}=VALUE (now {old!r})")
@@ -214,13 +264,15 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     if type(value) is not type(old) and old is not None:
         wanted = expected(type(old))
         raise BadInput(
-            f"--set {text}: field {name} of {path.name} is {wanted} (now {old!r}), found {value_text!r}; give {wanted}"
+            f"--set {text}: field {name} of {path.name} is {wanted} (now {old!r}), found"
+            f" {value_text!r}; give {wanted}"
         )
     return name, value
 
 
 def _with_types_of(value: Any, old: Any) -> Any:
-    """Convert JSON types in ``value`` to those of ``old``: lists to tuples, text keys to ints, ints to floats."""
+    """Convert JSON types in ``value`` to those of ``old``: lists to tuples, text keys to ints, ints
+    to floats."""
     if isinstance(old, float) and type(value) is int:
         return float(value)
     if isinstance(old, tuple) and isinstance(value, (list, tuple)):
@@ -229,14 +281,17 @@ def _with_types_of(value: Any, old: Any) -> Any:
     if isinstance(old, dict) and isinstance(value, dict):
         pattern, whole = next(iter(old.values()), None), any(isinstance(key, int) for key in old)
         return {
-            int(key) if whole and str(key).lstrip("-").isdigit() else key: _with_types_of(item, old.get(key, pattern))
+            int(key) if whole and str(key).lstrip("-").isdigit() else key: _with_types_of(
+                item, old.get(key, pattern)
+            )
             for key, item in value.items()
         }
     return value
 
 
 def _line_in(error: BaseException, path: Path) -> str:
-    """Return `` at line N`` of the file at ``path``, the deepest that ``error`` went through, or nothing."""
+    """Return `` at line N`` of the file at ``path``, the deepest that ``error`` went through, or
+    nothing."""
     steps = traceback.walk_tb(error.__traceback__)
     lines = [number for frame, number in steps if frame.f_code.co_filename == as_text(path)]
     return f" at line {lines[-1]}" if lines else ""

@@ -1,4 +1,5 @@
-"""Finish a run: final evaluation, validity probes, evidence, run.json, exported model, loss plot, summary."""
+"""Finish a run: final evaluation, validity probes, evidence, run.json, exported model, loss plot,
+summary."""
 
 import json
 import math
@@ -38,7 +39,8 @@ from jspeed.sizes import flops_per_token, parameter_table
 def finish(setup: Setup, history: History, state: State | None, console: Console) -> int:
     """Write run.json, model.safetensors and loss.svg, however the run ended; return the exit code.
 
-    Each is tried though another failed; raises :class:`BadInput` with all that could not be written.
+    Each is tried though another failed; raises :class:`BadInput` with all that could not be
+    written.
     """
     clock, verdicts, holdout = history.clock, dict[str, probes.Verdict](), None
     if state and history.status in ("finished", "stopped"):
@@ -59,7 +61,8 @@ def finish(setup: Setup, history: History, state: State | None, console: Console
     if run["data"]["val_sha256"] is None and history.status != "interrupted":
         failed.append("the shards can no longer be read, so run.json has no data hashes")
     unit = unit_of(setup.data.manifest)
-    writes: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # most important first
+    # most important first
+    writes: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]
     if tensors:
         about_model = export.run_metadata(setup.loaded, history.steps)
         writes.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about_model))
@@ -106,8 +109,11 @@ def evaluate_and_probe(
         return verdicts, evaluate_holdout(setup, setup.data.holdout, params)
 
 
-def outcome(setup: Setup, history: History, verdicts: dict[str, probes.Verdict]) -> tuple[float | None, bool]:
-    """Return the final validation loss, None where the run did not come to one, and whether it reached the target."""
+def outcome(
+    setup: Setup, history: History, verdicts: dict[str, probes.Verdict]
+) -> tuple[float | None, bool]:
+    """Return the final validation loss, None where the run did not come to one, and whether it
+    reached the target."""
     val_loss = history.curve[-1]["val_loss"] if history.status in ("finished", "stopped") else None
     valid = all(verdict["passed"] for verdict in verdicts.values())
     return val_loss, val_loss is not None and val_loss <= setup.recipe.target_loss and valid
@@ -130,7 +136,8 @@ def record(
             data = data_evidence(setup, hashed=False)
         origin = provenance.collect(setup.at_start)
         table = parameter_table(recipe)
-    ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()  # at one moment, however busy the machine is
+    # at one moment, however busy the machine is
+    ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()
     val_loss, reached = outcome(setup, history, verdicts)
     total, active = count_parameters(table)
     run: Unsealed = {
@@ -169,7 +176,10 @@ def record(
         "kernels": setup.checked.record(),
         "data": data,
         "loader": setup.data.loader.stats(),
-        "host": {"data_wait_seconds": history.data_wait_seconds, "dispatch_seconds": history.dispatch_seconds},
+        "host": {
+            "data_wait_seconds": history.data_wait_seconds,
+            "dispatch_seconds": history.dispatch_seconds,
+        },
         "ledger": ledger,
         "resumed": history.resumed,
         "plan": setup.at_start.plan,
@@ -187,16 +197,32 @@ def record(
     return run
 
 
-def write_launcher_result(setup: Setup, history: History, val_loss: float | None, reached: bool) -> None:
-    """Write this process's result where ``launch.py --results`` gathers it; every process calls this."""
-    result = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
-    result |= {"status": history.status, "reached": reached, "steps": history.steps, "val_loss": val_loss}
-    with suppress(BadInput):  # the launcher's folder is gone or full: the run's own record comes first
-        write_result(json.dumps(result | {"train_loss": history.train[-1][1] if history.train else None}))
+def write_launcher_result(
+    setup: Setup, history: History, val_loss: float | None, reached: bool
+) -> None:
+    """Write this process's result where ``launch.py --results`` gathers it; every process calls
+    this."""
+    result = {
+        "recipe": setup.recipe.name,
+        "seed": setup.options.seed,
+        "run_dir": str(setup.run_dir.absolute()),
+    }
+    result |= {
+        "status": history.status,
+        "reached": reached,
+        "steps": history.steps,
+        "val_loss": val_loss,
+    }
+    # the launcher's folder is gone or full: the run's own record comes first
+    with suppress(BadInput):
+        write_result(
+            json.dumps(result | {"train_loss": history.train[-1][1] if history.train else None})
+        )
 
 
 def draw(setup: Setup, history: History, unit: str, run: Unsealed) -> None:
-    """Draw the losses of the run beside those of its parent's newest record, where that has the same validation."""
+    """Draw the losses of the run beside those of its parent's newest record, where that has the
+    same validation."""
     last_steps = accumulate(stage.steps for stage in setup.recipe.stages[:-1])
     loss_plot.loss_svg(
         setup.run_dir / "loss.svg",
@@ -210,16 +236,24 @@ def draw(setup: Setup, history: History, unit: str, run: Unsealed) -> None:
     )
 
 
-def parent_curve(run: Unsealed, records: Path = RECORDS) -> tuple[str, list[tuple[float, float | None]]] | None:
-    """Return a label and the validation losses by timed seconds of the newest record of the parent of ``run``.
+def parent_curve(
+    run: Unsealed, records: Path = RECORDS
+) -> tuple[str, list[tuple[float, float | None]]] | None:
+    """Return a label and the validation losses by timed seconds of the newest record of the parent
+    of ``run``.
 
-    None where there is no record on the same track of the same validation tokens, as in an installed package.
+    None where there is no record on the same track of the same validation tokens, as in an
+    installed package.
     """
     record = store.newest(records, run["track"], run["parent"]) if run["parent"] else None
     tokens = run["data"]["val_sha256"]
     if record is None or tokens is None or record["data"].get("val_sha256") != tokens:
         return None
-    last = "" if record["val_loss"] is None else f", {record['val_loss']:.3f} in {record['timed_seconds']:.0f} s"
+    last = (
+        ""
+        if record["val_loss"] is None
+        else f", {record['val_loss']:.3f} in {record['timed_seconds']:.0f} s"
+    )
     elsewhere = "" if record["devices"]["kind"] == run["devices"]["kind"] else ", another machine"
     points = [(point["timed_seconds"], point["val_loss"]) for point in record["curve"]]
     return f"parent {record['recipe']}{last}{elsewhere}", points
@@ -234,9 +268,11 @@ def exit_code(setup: Setup, history: History, reached: bool) -> int:
 
 
 def keep_best(setup: Setup, history: History, params: Any) -> None:
-    """Write ``params`` to ``best/`` of the run directory if their validation loss, the last one, is below all before.
+    """Write ``params`` to ``best/`` of the run directory if their validation loss, the last one, is
+    below all before.
 
-    With several processes each calls this. A write error does not end the run: ``history.failed`` has it.
+    With several processes each calls this. A write error does not end the run: ``history.failed``
+    has it.
     """
     *before, last = history.losses
     if last >= min(before, default=math.inf):

@@ -30,13 +30,14 @@ class OwnConfig(TypedDict):
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder with a model.
 
-    Raises BadInput when there is none, it is neither one of ours nor a GPT-2's, or a GPT-2 that recipe gpt2 is not.
+    Raises BadInput when there is none, it is neither one of ours nor a GPT-2's, or a GPT-2 that
+    recipe gpt2 is not.
     """
     path = folder / "config.json"
     if not os.path.exists(path):
         raise BadInput(
-            f"{folder} has no config.json; give a run directory, an exported folder, or a folder with GPT-2's "
-            "config.json and model.safetensors"
+            f"{folder} has no config.json; give a run directory, an exported folder, or a folder"
+            " with GPT-2's config.json and model.safetensors"
         )
     remedy = "copy or download it again"
     config = parse_json(read_input(path, remedy), path, _check, remedy)
@@ -53,48 +54,76 @@ def _check(config: Any) -> None:
 
 
 def find_trained(folder: Path, config: Mapping[str, Any]) -> LoadedRecipe:
-    """Return the recipe of the model in ``folder``, whose ``config`` was read: its own copy, or gpt2 of its size."""
+    """Return the recipe of the model in ``folder``, whose ``config`` was read: its own copy, or
+    gpt2 of its size."""
     if config.get("model_type") == "gpt2":
         return find("gpt2", [*gpt2_sets(config), "COMPUTE=float32"])
     source = folder / "recipe.py"
     if not source.is_file():
-        raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
+        raise BadInput(
+            f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed"
+        )
     overrides = config.get("overrides", {})
     sets = [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()]
-    loaded = find(str(source), sets, tokens=config.get("tokenizer") if "tokens" in overrides else None)
-    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from, tokens
+    loaded = find(
+        str(source), sets, tokens=config.get("tokenizer") if "tokens" in overrides else None
+    )
+    # init_from, tokens
+    added = {name: value for name, value in overrides.items() if not name.isupper()}
     return replace(loaded, fields=loaded.fields | added, overrides=loaded.overrides | added)
 
 
 def same_function(one: Recipe, other: Recipe) -> bool:
-    """Whether both compute the same logits of the same parameters, which have the shapes of ``other``."""
+    """Whether both compute the same logits of the same parameters, which have the shapes of
+    ``other``."""
     params = jax.eval_shape(lambda: init_parameters(other.parameters, jax.random.key(0)))
     lasts = [(recipe, recipe.stages[-1]) for recipe in (one, other)]
     lane_len = min(last.lane_len for _, last in lasts)
     tokens = jax.ShapeDtypeStruct((1, lane_len), jnp.int32)
     programs = []
     for recipe, last in lasts:
-        ctx = Context(replace(last, lane_len=lane_len, windows=recipe.eval_windows or last.windows), training=False)
-        lowered = jax.jit(lambda p, t, recipe=recipe, ctx=ctx: recipe.forward(p, t, ctx)).lower(params, tokens)
+        ctx = Context(
+            replace(last, lane_len=lane_len, windows=recipe.eval_windows or last.windows),
+            training=False,
+        )
+        lowered = jax.jit(lambda p, t, recipe=recipe, ctx=ctx: recipe.forward(p, t, ctx)).lower(
+            params, tokens
+        )
         programs.append(lowered.as_text())
     return programs[0] == programs[1]
 
 
 def departures(path: Path, loaded: LoadedRecipe, tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how a run of ``loaded`` on ids of ``tokenizer`` departs from what the parameters at ``path`` are for."""
+    """Yield how a run of ``loaded`` on ids of ``tokenizer`` departs from what the parameters at
+    ``path`` are for."""
     folder = path if path.is_dir() else path.parent
     try:
         config = read_config(folder)
         trained = find_trained(folder, config)
         if not same_function(trained.recipe, loaded.recipe):
             names = [
-                name for name in trained.fields if name.isupper() and trained.fields[name] != loaded.fields.get(name)
+                name
+                for name in trained.fields
+                if name.isupper() and trained.fields[name] != loaded.fields.get(name)
             ]
-            fields = ", ".join(f"{name} {trained.fields[name]!r}, here {loaded.fields.get(name)!r}" for name in names)
+            fields = ", ".join(
+                f"{name} {trained.fields[name]!r}, here {loaded.fields.get(name)!r}"
+                for name in names
+            )
             how = fields if trained.source == loaded.source else f"by recipe {trained.recipe.name}"
             yield f"the parameters of {path} were trained to compute something else ({how})"
-        facts = gpt2_facts(folder, config) if config.get("model_type") == "gpt2" else config.get("tokenizer")
-        if facts and tokenizer and any(facts.get(name) != tokenizer.get(name) for name in ("tokenizer", "symbols")):
-            yield f"the parameters of {path} are for other ids of text, those of {facts['tokenizer']}"
+        facts = (
+            gpt2_facts(folder, config)
+            if config.get("model_type") == "gpt2"
+            else config.get("tokenizer")
+        )
+        if (
+            facts
+            and tokenizer
+            and any(facts.get(name) != tokenizer.get(name) for name in ("tokenizer", "symbols"))
+        ):
+            yield (
+                f"the parameters of {path} are for other ids of text, those of {facts['tokenizer']}"
+            )
     except BadInput as error:
         yield f"how the parameters of {path} were trained is not known: {error}"

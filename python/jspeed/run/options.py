@@ -1,4 +1,5 @@
-"""The options of a run, which are the flags of ``jspeed run``: types, defaults and help. No jax in here."""
+"""The options of a run, which are the flags of ``jspeed run``: types, defaults and help. No jax in
+here."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput
-from jspeed.fields import Axes, Count, CountOrZero, Fields, Folder, Positive, Wants, flag, integer, misfits
+from jspeed.fields import (
+    Axes,
+    Count,
+    CountOrZero,
+    Fields,
+    Folder,
+    Positive,
+    Wants,
+    flag,
+    integer,
+    misfits,
+)
 from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe_names import known_recipes
@@ -21,8 +33,8 @@ if TYPE_CHECKING:
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
 RECIPE_HELP = (
-    f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default: "
-    f"{BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."
+    f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default:"
+    f" {BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."
 )
 
 
@@ -31,40 +43,50 @@ class Options:
     """Options of a run.
 
     Args:
-        data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in the cache folder.
+        data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in
+            the cache folder.
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many of the recipe's steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
-        layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
-            state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp,
-            pp (layers in a pipeline); with +remat at the end activations are recomputed instead of stored, with +scan
-            the layers are one loop, which compiles as fast for many as for one.
-        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        layout: How parameters are sharded over the mesh: zero1 (each device owns a part of
+            parameters and optimizer state), dp (each holds all), fsdp (gathered layer by layer), tp
+            (tensor parallel: matmuls sharded), fsdp+tp, pp (layers in a pipeline); with +remat at
+            the end activations are recomputed instead of stored, with +scan the layers are one
+            loop, which compiles as fast for many as for one.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all
+            remaining devices.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
-        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4 or (TPU) splash.
-        preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
+        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4
+            or (TPU) splash.
+        preflight: Check attention and FP8 on the device before the clock, and fall back where one
+            fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set_: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
-        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
-            gpt2 a folder with GPT-2's config.json and model.safetensors.
-        checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
+        init_from: Start from these parameters: a run directory or exported folder of the same
+            recipe, or for recipe gpt2 a folder with GPT-2's config.json and model.safetensors.
+        checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes
+            one on SIGTERM only.
         keep_checkpoints: How many of the newest checkpoints stay.
-        keep_best: Also keep the parameters with the lowest validation loss, in best/ of the run directory, which other
-            commands read like an exported folder.
-        stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is shorter than the
-            recipe's schedule and does not count as a record.
-        resume: Resume from the newest undamaged checkpoint in --run-dir, on any mesh; start where there is none.
-        coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
+        keep_best: Also keep the parameters with the lowest validation loss, in best/ of the run
+            directory, which other commands read like an exported folder.
+        stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is
+            shorter than the recipe's schedule and does not count as a record.
+        resume: Resume from the newest undamaged checkpoint in --run-dir, on any mesh; start where
+            there is none.
+        coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says
+            so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
-        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
-        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
-            WANDB_MODE says otherwise.
-        accuracy: Also measure at each evaluation, off the clock, the share of validation tokens that the model predicts
-            first, into metrics.jsonl.
+        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise
+            plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter
+            stays on disk unless WANDB_MODE says otherwise.
+        accuracy: Also measure at each evaluation, off the clock, the share of validation tokens
+            that the model predicts first, into metrics.jsonl.
         profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
-        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run
+            directory.
     """
 
     recipe: Annotated[str | None, Wants("RECIPE", positional=True, help=RECIPE_HELP)] = None
@@ -97,7 +119,8 @@ class Options:
 
     @property
     def recipe_or_default(self) -> str:
-        """The recipe; by default the best one with a GPU and FineWeb's shards, else one that needs neither."""
+        """The recipe; by default the best one with a GPU and FineWeb's shards, else one that needs
+        neither."""
         if self.recipe is not None:
             return self.recipe
         with suppress(BadInput):  # no cache folder
@@ -109,7 +132,11 @@ class Options:
     @property
     def sinks(self) -> tuple[str, ...]:
         """The names in ``log``, each once."""
-        return () if self.log is None else tuple(dict.fromkeys(name.strip() for name in self.log.split(",")))
+        return (
+            ()
+            if self.log is None
+            else tuple(dict.fromkeys(name.strip() for name in self.log.split(",")))
+        )
 
 
 def check_options(options: Options) -> None:
@@ -122,10 +149,15 @@ def check_options(options: Options) -> None:
 
 
 def check_steps(options: Options, recipe: "Recipe", fields: Mapping[str, Any]) -> None:
-    """Raise :class:`BadInput` for more steps than ``recipe`` has, whose file has these ``fields``."""
+    """Raise :class:`BadInput` for more steps than ``recipe`` has, whose file has these
+    ``fields``."""
     if options.steps is not None and options.steps > recipe.steps:
-        longer = f", or give --set STEPS={options.steps} for a longer one" if type(fields.get("STEPS")) is int else ""
+        longer = (
+            f", or give --set STEPS={options.steps} for a longer one"
+            if type(fields.get("STEPS")) is int
+            else ""
+        )
         raise BadInput(
-            f"--steps {options.steps}: the schedule of recipe {recipe.name} has {recipe.steps:,} steps, and --steps "
-            f"only cuts it short; leave it out{longer}"
+            f"--steps {options.steps}: the schedule of recipe {recipe.name} has {recipe.steps:,}"
+            f" steps, and --steps only cuts it short; leave it out{longer}"
         )

@@ -26,11 +26,11 @@ BEST = "best"  # the folder of the parameters with the lowest loss
 
 
 class RunDirectory:
-    """A run directory that this run alone writes: process 0 keeps ``metrics.jsonl`` open and locked until the context
-    manager ends.
+    """A run directory that this run alone writes: process 0 keeps ``metrics.jsonl`` open and locked
+    until the context manager ends.
 
-    ``checkpoint`` is the record of the one to resume from, or None; ``shared`` says whether all processes see the
-    directory. ``keep`` ends its removal when another process fails.
+    ``checkpoint`` is the record of the one to resume from, or None; ``shared`` says whether all
+    processes see the directory. ``keep`` ends its removal when another process fails.
     """
 
     checkpoint: Checkpoint | None = None
@@ -70,23 +70,26 @@ class RunDirectory:
         self.__exit__()
 
 
-def open_run_directory(options: Options, recipe: str, identity: dict[str, Any], console: Console) -> RunDirectory:
-    """Open the run directory of ``options``, by default one called after recipe, time and seed; the same on all
-    processes.
+def open_run_directory(
+    options: Options, recipe: str, identity: dict[str, Any], console: Console
+) -> RunDirectory:
+    """Open the run directory of ``options``, by default one called after recipe, time and seed; the
+    same on all processes.
 
-    With ``--resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with this ``identity``,
-    and of no more steps than are asked for.
+    With ``--resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with
+    this ``identity``, and of no more steps than are asked for.
 
-    Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, the directory cannot be written,
-    already holds a run, is being written by one, or if checkpoints will be written and not all processes see it.
+    Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, the directory
+    cannot be written, already holds a run, is being written by one, or if checkpoints will be
+    written and not all processes see it.
     """
     started = utc_now()
     moment = started.replace(":", "").replace("-", "")
     path = options.run_dir or Path("runs") / f"{recipe}-{moment}-seed{options.seed}"
     if as_text(path.absolute()) != str(path.absolute()):
         raise BadInput(
-            f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write checkpoints there (on "
-            "SIGTERM too); give another --run-dir"
+            f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write"
+            " checkpoints there (on SIGTERM too); give another --run-dir"
         )
     metrics = create_and_lock(path, options.resume) if process_index() == 0 else None
     directory = RunDirectory(path, started, metrics)
@@ -102,16 +105,20 @@ def open_run_directory(options: Options, recipe: str, identity: dict[str, Any], 
         directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
         if not directory.shared:
             console.print(
-                f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint", soft_wrap=True
+                f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint",
+                soft_wrap=True,
             )
             if options.checkpoint_every or options.resume:
                 raise BadInput(
-                    f"not all processes see {of_first}, and each writes its part of a checkpoint; give a --run-dir "
-                    "that all nodes share, or leave out --checkpoint-every and --resume"
+                    f"not all processes see {of_first}, and each writes its part of a checkpoint;"
+                    " give a --run-dir that all nodes share, or leave out --checkpoint-every and"
+                    " --resume"
                 )
         outcome = f"{path} has no checkpoint to resume from; starting at step 0"
         if step is not None:
-            directory.checkpoint = checkpoint_to_resume(directory.path, step, identity, options.steps)
+            directory.checkpoint = checkpoint_to_resume(
+                directory.path, step, identity, options.steps
+            )
             outcome = f"resuming {path} after step {step}"
         for line in (*damaged, outcome) if options.resume else ():
             console.print(line, markup=False, soft_wrap=True)
@@ -122,21 +129,32 @@ def open_run_directory(options: Options, recipe: str, identity: dict[str, Any], 
 
 
 def create_and_lock(run_dir: Path, resume: bool) -> Lines:
-    """Create the run directory, or take it as it is with ``resume``; returns its ``metrics.jsonl``, locked."""
+    """Create the run directory, or take it as it is with ``resume``; returns its ``metrics.jsonl``,
+    locked."""
     writable_folder(run_dir, "run directory")
     path = run_dir / METRICS
     new = not path.exists()
     metrics = Lines(path)
     try:
         if try_lock(metrics.file) is False:
-            raise BadInput(f"another run is writing to {run_dir} now; wait for its end, or choose another --run-dir")
+            raise BadInput(
+                f"another run is writing to {run_dir} now; wait for its end, or choose another"
+                " --run-dir"
+            )
         if not resume and (names := existing_files(run_dir)):
             raise BadInput(
-                f"--run-dir {run_dir} already holds a run ({names[0]}); resume it with --resume, choose another "
-                "folder, or move it away"
+                f"--run-dir {run_dir} already holds a run ({names[0]}); resume it with --resume,"
+                " choose another folder, or move it away"
             )
-        if resume and (run_dir / "run.json").exists() and read_run(run_dir)["status"] in ("finished", "diverged"):
-            raise BadInput(f"--resume: {run_dir} holds a run that has ended; choose another --run-dir, or leave it")
+        if (
+            resume
+            and (run_dir / "run.json").exists()
+            and read_run(run_dir)["status"] in ("finished", "diverged")
+        ):
+            raise BadInput(
+                f"--resume: {run_dir} holds a run that has ended; choose another --run-dir, or"
+                " leave it"
+            )
     except BaseException:
         if new:
             path.unlink(missing_ok=True)
@@ -152,7 +170,9 @@ def existing_files(run_dir: Path) -> list[str]:
     return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def checkpoint_to_resume(run_dir: Path, step: int, identity: dict[str, Any], steps: int | None) -> Checkpoint:
+def checkpoint_to_resume(
+    run_dir: Path, step: int, identity: dict[str, Any], steps: int | None
+) -> Checkpoint:
     """Return the record of the checkpoint of ``step``.
 
     Raises :class:`BadInput` for one of another run, or of more than ``steps``.
@@ -160,5 +180,8 @@ def checkpoint_to_resume(run_dir: Path, step: int, identity: dict[str, Any], ste
     record = read_record(run_dir / "checkpoints", step)
     check_same(record, identity, run_dir)
     if steps is not None and step > steps:
-        raise BadInput(f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no --steps")
+        raise BadInput(
+            f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no"
+            " --steps"
+        )
     return record

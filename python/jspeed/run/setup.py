@@ -1,4 +1,5 @@
-"""Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs, warm-up, state."""
+"""Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs,
+warm-up, state."""
 
 import dataclasses
 import json
@@ -61,7 +62,8 @@ from jspeed.sizes import describe
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads: shards of a ``folder`` with their ``manifest`` ({}: none), as batches and as evaluation rows.
+    """What a run reads: shards of a ``folder`` with their ``manifest`` ({}: none), as batches and
+    as evaluation rows.
 
     ``byte_pairs`` are GPT-2's tokens, of a recipe that is canonical."""
 
@@ -79,7 +81,8 @@ class RunData:
 class Setup:
     """A run that is ready to start: ``state`` is the first one.
 
-    ``identity`` is what a checkpoint must share to be resumed; ``checked`` is what the preflight found."""
+    ``identity`` is what a checkpoint must share to be resumed; ``checked`` is what the preflight
+    found."""
 
     options: Options
     loaded: LoadedRecipe
@@ -109,7 +112,8 @@ class Setup:
 
 
 def set_up(options: Options, clock: Clock, console: Console) -> Setup:
-    """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
+    """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
+    behind."""
     use_compile_cache()
     loaded, placement = load_recipe_and_placement(options)
     first_params = None
@@ -132,10 +136,14 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         if process_index() == 0 and directory.checkpoint is None:
             write_source(options, loaded, data, directory.path)
         say_opening(options, loaded, checked, data, console)
-        program, validation, initial, checked = compile_and_warm_up(options, loaded, checked, data.rows, clock, console)
+        program, validation, initial, checked = compile_and_warm_up(
+            options, loaded, checked, data.rows, clock, console
+        )
         say_fallbacks(loaded.recipe, program, checked, console)
         with clock.section("initial state"):
-            state, after = first_state(options, loaded.recipe, program, checked.placement, first_params, directory)
+            state, after = first_state(
+                options, loaded.recipe, program, checked.placement, first_params, directory
+            )
             if directory.checkpoint:
                 data.loader.load_state_dict(directory.checkpoint["loader"])
             at_start = StartEvidence(initial, after, provenance.git(), provenance.gpus(), plan)
@@ -143,7 +151,9 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         directory.abandon()
         raise
     directory.keep()
-    return Setup(options, loaded, data, directory, program, validation, state, identity, at_start, checked)
+    return Setup(
+        options, loaded, data, directory, program, validation, state, identity, at_start, checked
+    )
 
 
 def load_recipe(options: Options) -> LoadedRecipe:
@@ -159,9 +169,11 @@ def load_recipe(options: Options) -> LoadedRecipe:
 
 
 def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement]:
-    """Return the recipe, with --target-loss, and where it runs; several processes must call this together.
+    """Return the recipe, with --target-loss, and where it runs; several processes must call this
+    together.
 
-    Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do not fit the mesh.
+    Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do
+    not fit the mesh.
     """
     check_options(options)
     loaded = load_recipe(options)
@@ -179,7 +191,9 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     return loaded, placement
 
 
-def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[LoadedRecipe, RunData]:
+def open_data(
+    options: Options, loaded: LoadedRecipe, device: Device
+) -> tuple[LoadedRecipe, RunData]:
     """Return the recipe, told the longest document of its evaluations, and what it reads.
 
     Raises :class:`BadInput` for data that are missing or that do not fit.
@@ -188,7 +202,11 @@ def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[L
     shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
     manifest = read_manifest(folder)
     needs, aligned = recipe.data, recipe.data.align is not None
-    tokenizer = loaded.fields["tokens"]["tokenizer"] if "tokens" in loaded.fields else TOKENIZERS.get(needs.name)
+    tokenizer = (
+        loaded.fields["tokens"]["tokenizer"]
+        if "tokens" in loaded.fields
+        else TOKENIZERS.get(needs.name)
+    )
     fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
     check_fits(folder, manifest, (shards, val_shards), *fits)
     byte_pairs = evaluate.byte_pairs(recipe, manifest["tokenizer"] if manifest else tokenizer)
@@ -198,26 +216,45 @@ def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[L
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
     asked, stream = recipe.retrieval, (recipe, shards, options.seed)
-    loader: TokenLoader | Retriever = open_retriever(asked, options.steps, *stream) if asked else open_loader(*stream)
+    loader: TokenLoader | Retriever = (
+        open_retriever(asked, options.steps, *stream) if asked else open_loader(*stream)
+    )
     data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
     return replace(loaded, recipe=recipe), data
 
 
 def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> dict[str, Any]:
-    """What a checkpoint shares with the run that resumes from it: each of the recipe's fields by its name, and more.
+    """What a checkpoint shares with the run that resumes from it: each of the recipe's fields by
+    its name, and more.
 
     What is a flag of its own may differ."""
-    named = as_json(loaded.fields) | {"recipe source": loaded.source_sha256, HASH: loaded.hash, "seed": options.seed}
-    named |= {"training data": data.shards.fingerprint, "validation data": data.val_shards.fingerprint}
+    named = as_json(loaded.fields) | {
+        "recipe source": loaded.source_sha256,
+        HASH: loaded.hash,
+        "seed": options.seed,
+    }
+    named |= {
+        "training data": data.shards.fingerprint,
+        "validation data": data.val_shards.fingerprint,
+    }
     named |= {"--layout": options.layout, "--steps": options.steps}
     return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
 def settings_of(options: Options, placement: Placement, data: RunData) -> dict[str, Any]:
     """What must be equal besides the identity for several processes to make one run."""
-    device, names = placement.device, ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy")
-    how = {flag(name): getattr(options, name) for name in (*names, "resume")} | {"jax": jax.__version__}
-    how |= {"mesh": dict(placement.mesh.shape), "--attention": device.attention, "attention backends": device.fallbacks}
+    device, names = (
+        placement.device,
+        ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy"),
+    )
+    how = {flag(name): getattr(options, name) for name in (*names, "resume")} | {
+        "jax": jax.__version__
+    }
+    how |= {
+        "mesh": dict(placement.mesh.shape),
+        "--attention": device.attention,
+        "attention backends": device.fallbacks,
+    }
     return how | {"second validation range": data.holdout and data.holdout.first}
 
 
@@ -231,9 +268,17 @@ def write_source(options: Options, loaded: LoadedRecipe, data: RunData, run_dir:
     write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
 
 
-def say_opening(options: Options, loaded: LoadedRecipe, checked: Preflight, data: RunData, console: Console) -> None:
-    """Print every derived number of the run as (name, formula, value), then what a user should know of it."""
-    recipe, mesh, device, parts = loaded.recipe, checked.placement.mesh, checked.device, checked.placement.parts
+def say_opening(
+    options: Options, loaded: LoadedRecipe, checked: Preflight, data: RunData, console: Console
+) -> None:
+    """Print every derived number of the run as (name, formula, value), then what a user should know
+    of it."""
+    recipe, mesh, device, parts = (
+        loaded.recipe,
+        checked.placement.mesh,
+        checked.device,
+        checked.placement.parts,
+    )
     devices = provenance.devices()
     path = min(str(loaded.path), os.path.relpath(loaded.path), key=len)
     kernels, explanation = kernels_of(device, loaded.fields.get("FP8"))
@@ -243,32 +288,55 @@ def say_opening(options: Options, loaded: LoadedRecipe, checked: Preflight, data
         ("recipe", f"{path}, hash {loaded.hash[:12]}", recipe.name),
         *describe(recipe),
         ("devices", on, str(devices["count"])),
-        ("micro-batches", accumulated, output.by_stage(parts) + output.pipeline_note(mesh, parts[-1])),
+        (
+            "micro-batches",
+            accumulated,
+            output.by_stage(parts) + output.pipeline_note(mesh, parts[-1]),
+        ),
         ("kernels", explanation, kernels),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
     if isinstance(data.loader, Retriever) and recipe.retrieval:
         lengths = ", ".join(map(str, recipe.retrieval.lengths))
-        what = f"index of what this run trains on, contexts of {lengths} tokens; memory of each process's host"
+        what = (
+            f"index of what this run trains on, contexts of {lengths} tokens; memory of each"
+            " process's host"
+        )
         rows.append(("retrieval", what, f"{data.loader.nbytes / 1e9:.1f} GB"))
     output.opening(console, rows)
     differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
     clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
     again = recipe.retrieval and data.shards.num_tokens < recipe.tokens
-    twice = "the run reads its text more than once, and from then on its index knows what comes next: take fewer steps"
-    notes = platform_problem(device.platform), clash, data.holdout and data.holdout.note, twice if again else None
+    twice = (
+        "the run reads its text more than once, and from then on its index knows what comes next:"
+        " take fewer steps"
+    )
+    notes = (
+        platform_problem(device.platform),
+        clash,
+        data.holdout and data.holdout.note,
+        twice if again else None,
+    )
     output.notes(console, loaded.note, *differences, device.note, *notes)
 
 
 def compile_and_warm_up(
-    options: Options, loaded: LoadedRecipe, checked: Preflight, rows: np.ndarray, clock: Clock, console: Console
+    options: Options,
+    loaded: LoadedRecipe,
+    checked: Preflight,
+    rows: np.ndarray,
+    clock: Clock,
+    console: Console,
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
-    """Return the largest program that a device can run, the rows on the devices, the checksum of the first state, and
-    ``checked`` with the settings that could be compiled. Raises :class:`BadInput` where none can."""
+    """Return the largest program that a device can run, the rows on the devices, the checksum of
+    the first state, and ``checked`` with the settings that could be compiled. Raises
+    :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, checked.placement.mesh
     while True:
         with clock.section("compile"):
-            program, checked = compile_or_fall_back(recipe, checked, len(rows), loaded.fields, console)
+            program, checked = compile_or_fall_back(
+                recipe, checked, len(rows), loaded.fields, console
+            )
             checked = count_kernels(program, checked, loaded.fields, console)
             if options.accuracy:
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
@@ -279,11 +347,17 @@ def compile_and_warm_up(
             if warm_up_fits(program, recipe, mesh, validation):
                 return program, validation, initial, checked
         checked = checked.with_device(memory=program.need - 1)
-        output.notes(console, f"{program.need / 1e9:.1f} GB a device were too much to run; taking less at once")
+        output.notes(
+            console,
+            f"{program.need / 1e9:.1f} GB a device were too much to run; taking less at once",
+        )
 
 
-def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, validation: evaluate.ValidationSet) -> bool:
-    """Warm up; return False, on all processes, where one runs out of memory that no other waits for in a collective."""
+def warm_up_fits(
+    program: Program, recipe: Recipe, mesh: Mesh, validation: evaluate.ValidationSet
+) -> bool:
+    """Warm up; return False, on all processes, where one runs out of memory that no other waits for
+    in a collective."""
     failure = None
     try:
         warm_up(program, recipe, mesh, validation.rows, validation.impossible)
@@ -295,16 +369,26 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, validation: evalu
 
 
 def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console: Console) -> None:
-    """Print how the compiled steps take less memory than the opening says, and which known faults they meet."""
+    """Print how the compiled steps take less memory than the opening says, and which known faults
+    they meet."""
     if program.parts != checked.placement.parts:
-        output.notes(console, f"{output.by_stage(program.parts)} micro-batches, which fit in memory")
-    fallbacks = memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat)
+        output.notes(
+            console, f"{output.by_stage(program.parts)} micro-batches, which fit in memory"
+        )
+    fallbacks = memory_notes(
+        recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
+    )
     output.notes(console, *(f"{note}: the same training in less memory" for note in fallbacks))
     output.notes(console, *known_faults(checked.device, has_document_masks(recipe), program.texts))
 
 
 def first_state(
-    options: Options, recipe: Recipe, program: Program, placement: Placement, first_params: Any, directory: RunDirectory
+    options: Options,
+    recipe: Recipe,
+    program: Program,
+    placement: Placement,
+    first_params: Any,
+    directory: RunDirectory,
 ) -> tuple[State, str]:
     """Return the state to start from, and the checksum of one drawn from the seed.
 
@@ -321,27 +405,33 @@ def first_state(
 
 
 def start_from(loaded: LoadedRecipe, path: Path) -> LoadedRecipe:
-    """Return ``loaded`` with the hash of its first parameters among its fields: another hash than from scratch."""
+    """Return ``loaded`` with the hash of its first parameters among its fields: another hash than
+    from scratch."""
     init_from = {"init_from": export.fingerprint(path)}
     return replace(loaded, fields=loaded.fields | init_from, overrides=loaded.overrides | init_from)
 
 
 def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
-    """Return a first ``state`` with other parameters, ``arrays`` (NumPy), and the shardings that it has."""
+    """Return a first ``state`` with other parameters, ``arrays`` (NumPy), and the shardings that it
+    has."""
     params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
-    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(without_lazy(recipe, params))
+    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(
+        without_lazy(recipe, params)
+    )
     return state | {"params": params, "optimizer": optimizer}
 
 
 def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a manifest says of its tokenizer, for :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
+    """Return what a manifest says of its tokenizer, for
+    :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None
 
 
 def data_folder(recipe: Recipe, given: Path | None) -> Path:
-    """Return the folder with the recipe's shards; prepares the standard library's where none is given."""
+    """Return the folder with the recipe's shards; prepares the standard library's where none is
+    given."""
     if given is not None:
         return given
     try:
@@ -352,15 +442,16 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
         raise BadInput(f"{error}, or give --data DIR") from None
     if not folder.is_dir():
         raise BadInput(
-            f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
-            f"it with `jspeed prepare {recipe.data.name}`, or make shards of your own text with `jspeed prepare text "
-            "FILES --out DIR`"
+            f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give"
+            f" --data DIR, or make it with `jspeed prepare {recipe.data.name}`, or make shards of"
+            " your own text with `jspeed prepare text FILES --out DIR`"
         )
     return folder
 
 
 def open_loader(recipe: Recipe, shards: Shards, seed: int, all_lanes: bool = False) -> TokenLoader:
-    """Open the stream of training batches, this process's lanes or all; it starts to read when one is asked for."""
+    """Open the stream of training batches, this process's lanes or all; it starts to read when one
+    is asked for."""
     index, count = (0, 1) if all_lanes else (jax.process_index(), jax.process_count())
     block = recipe.data.shuffle_block
     shuffle = Shuffle(seed, block) if block else None
@@ -380,7 +471,9 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int, all_lanes: bool = Fal
     )
 
 
-def open_retriever(asked: Retrieval, steps: int | None, recipe: Recipe, shards: Shards, seed: int) -> Retriever:
+def open_retriever(
+    asked: Retrieval, steps: int | None, recipe: Recipe, shards: Shards, seed: int
+) -> Retriever:
     """Open the same stream with an index of its tokens, with room for all or the first ``steps``.
 
     Raises BadInput where there is no memory for it."""

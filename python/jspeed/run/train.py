@@ -1,4 +1,5 @@
-"""The training loop: batch, dispatch, read the previous step's loss; with pauses for evaluation and checkpoints."""
+"""The training loop: batch, dispatch, read the previous step's loss; with pauses for evaluation and
+checkpoints."""
 
 import gc
 import math
@@ -40,26 +41,40 @@ SETTLED = 5  # steps before the trace begins: the first ones fill queues and cac
 
 
 def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
-    """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
-    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
+    """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not,
+    130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
+    error on any ends all.
 
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
     with sigterm_is(_terminate), joined(options.coordinator, options.processes, options.process_id):
         code, run_dir = run(options)
-    if afterwards and distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+    if (
+        afterwards
+        and distributed.process_index() == 0
+        and code in (0, 1)
+        and (run_dir / FILE).exists()
+    ):
         afterwards(run_dir)
     return code
 
 
 def run(options: Options) -> tuple[int, Path]:
-    """Make one run in this process, once jax.distributed is initialised; returns exit code and run directory."""
+    """Make one run in this process, once jax.distributed is initialised; returns exit code and run
+    directory."""
     first = distributed.process_index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = set_up(options, clock, console)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
-    logs = sinks(options.sinks if first else (), setup.run_dir, setup.loaded.fields, setup.directory.started)
-    with setup.directory, logs as opened, setup.data.loader, sigterm_is(lambda: stop.request("terminated")):
+    logs = sinks(
+        options.sinks if first else (), setup.run_dir, setup.loaded.fields, setup.directory.started
+    )
+    with (
+        setup.directory,
+        logs as opened,
+        setup.data.loader,
+        sigterm_is(lambda: stop.request("terminated")),
+    ):
         with Display(console, last_step, options.progress, setup.recipe.target_loss) as display:
             history = History(clock, setup.directory.metrics, display, sinks=opened)
             try:
@@ -68,28 +83,36 @@ def run(options: Options) -> tuple[int, Path]:
                     history.resume(setup.directory.checkpoint)
                 folder = setup.run_dir / "checkpoints"
                 # Without jit every constant of the program is a copy.
-                with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
+                with (
+                    ctrl_c_ends(stop),
+                    jax.transfer_guard("allow" if without_jit() else "disallow"),
+                ):
                     with (
                         no_garbage_collection(),
                         Checkpoints(folder, options.keep_checkpoints, history.steps) as checkpoints,
                     ):
                         state = loop(setup, history, stop, checkpoints, last_step)
-            except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
+            # a shard that went bad, a full disk: before the first step nothing is worth keeping
+            except BadInput:
                 if not history.steps:
                     setup.directory.abandon()
                     raise
                 history.status = "interrupted"
-                with suppress(BadInput, OSError):  # there may be no room for this either, and no data
+                # there may be no room for this either, and no data
+                with suppress(BadInput, OSError):
                     finish(setup, history, None, console)
                 raise
         return finish(setup, history, state, console), setup.run_dir
 
 
-def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkpoints, last_step: int) -> State:
+def loop(
+    setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkpoints, last_step: int
+) -> State:
     """Run up to ``last_step`` steps under the clock and return the last state.
 
-    The host reads one number a step, the loss of the step before, while the device works on the current one; so
-    at most two steps are in flight. The transfer guard makes any other copy an error.
+    The host reads one number a step, the loss of the step before, while the device works on the
+    current one; so at most two steps are in flight. The transfer guard makes any other copy an
+    error.
     """
     recipe, options, clock, state = setup.recipe, setup.options, history.clock, setup.state
     begun, rows, period = history.steps, batch_rows(setup.placement.mesh), recipe.period
@@ -97,7 +120,8 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
     mask = cache(lambda: begin_mask(setup))
 
     def settle() -> None:
-        """Read the last loss and wait, on the clock, for the mask and the index: none of it happens in a pause."""
+        """Read the last loss and wait, on the clock, for the mask and the index: none of it happens
+        in a pause."""
         history.read()
         if isinstance(setup.data.loader, Retriever):
             setup.data.loader.wait()
@@ -110,11 +134,15 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
         with clock.section(name, wait_for=state):
             yield
 
-    profile = Profile(setup.run_dir / "profile", options.profile, pause, begun, last_step, history.failed)
+    profile = Profile(
+        setup.run_dir / "profile", options.profile, pause, begun, last_step, history.failed
+    )
     clock.start(state)
     if begun >= last_step < recipe.steps:
         history.end("stopped")
-    for stage, execute in islice(every_step(recipe.stages, setup.program.steps), begun, max(last_step, begun)):
+    for stage, execute in islice(
+        every_step(recipe.stages, setup.program.steps), begun, max(last_step, begun)
+    ):
         if history.steps % recipe.eval_every == 0 and not history.at_validation:
             evaluate(setup, history, state, pause)
         if options.stop_at_target and history.steps % period == 0 and reached(setup, history):
@@ -126,8 +154,11 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
         before = now()
         batch = setup.data.loader.__next__()  # next() would forget its type
         loaded = now()
-        # Tokens as stored, and their matches: the device derives inputs, targets and documents from them.
-        state, metrics = execute(state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows))
+        # Tokens as stored, and their matches: the device derives inputs, targets and documents from
+        # them.
+        state, metrics = execute(
+            state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
+        )
         history.data_wait_seconds += loaded - before
         history.dispatch_seconds += now() - loaded
         mask()  # is begun: not before the pause of the first evaluation
@@ -156,7 +187,9 @@ def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None
     with pause("evaluation"):
         look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
         loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
-        history.validated(loss, validation_accuracy(setup.program, state["params"], setup.validation))
+        history.validated(
+            loss, validation_accuracy(setup.program, state["params"], setup.validation)
+        )
         gc.collect()
     if setup.options.keep_best and history.at_validation:
         with pause("checkpoint"), jax.transfer_guard("allow"):
@@ -164,12 +197,16 @@ def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None
 
 
 def reached(setup: Setup, history: History) -> bool:
-    """Whether the last step's evaluation has reached the target; the same on every process, which all have its loss."""
+    """Whether the last step's evaluation has reached the target; the same on every process, which
+    all have its loss."""
     return history.at_validation and history.losses[-1] <= setup.recipe.target_loss
 
 
-def save(setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause) -> None:
-    """Save a checkpoint, off the clock, where all processes see the folder and none is there of this step.
+def save(
+    setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause
+) -> None:
+    """Save a checkpoint, off the clock, where all processes see the folder and none is there of
+    this step.
 
     A state that has diverged is not saved: a good one would make room for it."""
     if history.steps > checkpoints.step and setup.directory.shared:
@@ -180,8 +217,11 @@ def save(setup: Setup, history: History, state: State, checkpoints: Checkpoints,
                 checkpoints.save(history.steps, state, record)
 
 
-def save_last(setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause) -> None:
-    """Save the state that the run ends in, with --checkpoint-every or on SIGTERM, and wait until it is written."""
+def save_last(
+    setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause
+) -> None:
+    """Save the state that the run ends in, with --checkpoint-every or on SIGTERM, and wait until it
+    is written."""
     wanted = setup.options.checkpoint_every or history.interrupted_by == 143
     try:
         if wanted and history.steps % setup.recipe.period == 0:
@@ -191,9 +231,12 @@ def save_last(setup: Setup, history: History, state: State, checkpoints: Checkpo
         history.failed.append(str(error))
 
 
-def end_if_due(history: History, stop: GracefulStop, recipe: Recipe, last_step: int, limit: float) -> None:
-    """End after the last step that was asked for, after ``limit`` timed seconds, or where another process or a signal
-    asks for it; between two updates of slow parameters, where the state holds more than a checkpoint does, not yet."""
+def end_if_due(
+    history: History, stop: GracefulStop, recipe: Recipe, last_step: int, limit: float
+) -> None:
+    """End after the last step that was asked for, after ``limit`` timed seconds, or where another
+    process or a signal asks for it; between two updates of slow parameters, where the state holds
+    more than a checkpoint does, not yet."""
     if history.steps == last_step < recipe.steps:
         history.end("stopped")
     if history.clock.timed_seconds > limit:
@@ -213,13 +256,16 @@ def every_step(
 
 
 class Profile:
-    """Traces ``steps`` steps into ``folder`` after the first ``SETTLED``, or the first ones of a run that is shorter.
+    """Traces ``steps`` steps into ``folder`` after the first ``SETTLED``, or the first ones of a
+    run that is shorter.
 
-    Starting and stopping ``pause`` the clock; what tracing itself costs is in the steps' time. A message on a
-    trace that cannot be written is appended to ``failed``, and the run continues.
+    Starting and stopping ``pause`` the clock; what tracing itself costs is in the steps' time. A
+    message on a trace that cannot be written is appended to ``failed``, and the run continues.
     """
 
-    def __init__(self, folder: Path, steps: int, pause: Pause, first: int, asked: int, failed: list[str]) -> None:
+    def __init__(
+        self, folder: Path, steps: int, pause: Pause, first: int, asked: int, failed: list[str]
+    ) -> None:
         self._folder, self._pause, self._failed = folder, pause, failed
         self._begin = max(first, min(first + SETTLED, asked - steps)) if steps else None
         self._end = (self._begin or 0) + steps
@@ -229,8 +275,9 @@ class Profile:
         """Call before each step with the number of steps done."""
         if step == self._begin:
             options = jax.profiler.ProfileOptions()
-            # The hook for Python calls visits the states of all threads; on CPython 3.11 it may meet one that a thread
-            # of the checkpoint writer is just making, whose frame is still NULL: a segmentation fault.
+            # The hook for Python calls visits the states of all threads; on CPython 3.11 it may
+            # meet one that a thread of the checkpoint writer is just making, whose frame is still
+            # NULL: a segmentation fault.
             options.python_tracer_level = 0
             with self._pause("profile"), jax.transfer_guard("allow"):
                 jax.profiler.start_trace(self._folder, profiler_options=options)
@@ -247,13 +294,16 @@ class Profile:
                     jax.profiler.stop_trace()
                 except (OSError, JaxRuntimeError) as error:
                     shutil.rmtree(self._folder, ignore_errors=True)  # a partial trace is useless
-                    self._failed.append(f"the trace could not be written ({first_line(error)}); make room there")
+                    self._failed.append(
+                        f"the trace could not be written ({first_line(error)}); make room there"
+                    )
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for reference cycles while the clock runs; evaluations, which are pauses, do (record 92
-    does so too). What is here already, tracing's millions of objects, is not looked at again."""
+    """Keep Python from looking for reference cycles while the clock runs; evaluations, which are
+    pauses, do (record 92 does so too). What is here already, tracing's millions of objects, is not
+    looked at again."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -266,7 +316,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def ctrl_c_ends(stop: GracefulStop) -> Iterator[None]:
-    """Let the first Ctrl-C end the run after the current step, with its record; a second one ends it at once."""
+    """Let the first Ctrl-C end the run after the current step, with its record; a second one ends
+    it at once."""
     usual = signal.getsignal(signal.SIGINT)
 
     def first() -> None:

@@ -1,7 +1,8 @@
 """Make preregistered runs: write plan.json before the first, then run each in a process of its own.
 
-Repeating the command continues an interrupted series: a run that has ended is not made again; one that was interrupted
-resumes from its checkpoint, or without one stays in the plan as a run without a result, so that no seed can be chosen.
+Repeating the command continues an interrupted series: a run that has ended is not made again; one
+that was interrupted resumes from its checkpoint, or without one stays in the plan as a run without
+a result, so that no seed can be chosen.
 """
 
 import dataclasses
@@ -37,19 +38,23 @@ from jspeed.run.clock import utc_now
 from jspeed.run.options import Options, check_options
 from jspeed.run.setup import load_recipe
 
-RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
+# -P: a folder that is called jspeed is not imported
+RUN = (sys.executable, "-P", "-m", "jspeed", "run")
 OWN = ("recipe", "seed", "steps", "run_dir")  # what make_runs says of each run itself
 REFUSED = {  # options that a series does not take, and why
     "resume": "the same --plan command continues a series",
     "init_from": "planned runs start from their seeds",
-    **dict.fromkeys(("coordinator", "processes", "process_id"), "runs are made in one process each"),
+    **dict.fromkeys(
+        ("coordinator", "processes", "process_id"), "runs are made in one process each"
+    ),
     "seed": "the plan gives the seeds",
 }
 P = 0.01  # below it the last line of a series says significant; the board uses the track's own rule
 
 
 class SeriesRun(NamedTuple):
-    """A run of a series: of a recipe by name or path, with the name, hash and seed that its plan.json states."""
+    """A run of a series: of a recipe by name or path, with the name, hash and seed that its
+    plan.json states."""
 
     recipe_or_path: str
     recipe: str
@@ -58,9 +63,11 @@ class SeriesRun(NamedTuple):
 
 
 def run_series(options: Options, text: str) -> int:
-    """Make the runs of ``--plan`` ``text`` and return the exit code: 0 when their mean loss reached the target.
+    """Make the runs of ``--plan`` ``text`` and return the exit code: 0 when their mean loss reached
+    the target.
 
-    Raises BadInput for a malformed ``text``, for another plan in the folder, and when a run has bad input.
+    Raises BadInput for a malformed ``text``, for another plan in the folder, and when a run has bad
+    input.
     """
     for name, why in REFUSED.items():
         if getattr(options, name) != getattr(Options, name):
@@ -77,26 +84,39 @@ def run_series(options: Options, text: str) -> int:
     valid = all(probe["passed"] for run in made for probe in run["probes"].values())
     if any(run["status"] == "interrupted" for run in made):
         return 1
-    asked_for_less = options.steps is not None and all(run["steps"] == options.steps for run in made)
-    return 0 if asked_for_less or (losses and valid and fmean(losses) <= made[0]["target_loss"]) else 1
+    asked_for_less = options.steps is not None and all(
+        run["steps"] == options.steps for run in made
+    )
+    return (
+        0 if asked_for_less or (losses and valid and fmean(losses) <= made[0]["target_loss"]) else 1
+    )
 
 
-def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: Sequence[str]) -> int:
-    """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the ratio of their times.
+def race(
+    a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: Sequence[str]
+) -> int:
+    """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the
+    ratio of their times.
 
     Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
     """
     for name in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
         if any(word.split("=")[0] == name for word in flags):
             raise BadInput(
-                f"--flags {shlex.join(flags)!r} holds {name}, which a race decides itself; put changed fields into a "
-                "recipe file"
+                f"--flags {shlex.join(flags)!r} holds {name}, which a race decides itself; put"
+                " changed fields into a recipe file"
             )
     loaded = {each: load_recipe(Options(each, data=_data(flags), steps=steps)) for each in (a, b)}
     if loaded[a].hash == loaded[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
-    seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
-    runs = [SeriesRun(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds]
+    seeds = [
+        (each, 2 * n + late)
+        for n in range(1, rounds + 1)
+        for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))
+    ]
+    runs = [
+        SeriesRun(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds
+    ]
     folder = folder or default_folder(f"{loaded[a].recipe.name}-{loaded[b].recipe.name}")
     made = make_runs(folder, "race", steps, runs, flags)
     turns = zip(*[iter(made)] * ROUND, strict=True)
@@ -104,7 +124,10 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     count = f"{len(complete)} round{'s' if len(complete) != 1 else ''} of A B B A"
     print(f"{folder}: plan.json and {len(made)} runs, {count}")
     for name, own in ((a, [0, 3]), (b, [1, 2])):
-        print(f"{name}: {summary([turn[n] for turn in complete for n in own]) if complete else 'no round'}")
+        print(
+            f"{name}:"
+            f" {summary([turn[n] for turn in complete for n in own]) if complete else 'no round'}"
+        )
     if complete:
         times = [[run["timed_seconds"] for run in turn] for turn in complete]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
@@ -114,7 +137,11 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
 
 def _data(flags: Sequence[str]) -> Path | None:
     """Return the folder that ``flags`` of ``jspeed run`` name with --data."""
-    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
+    words = [
+        part
+        for word in flags
+        for part in (word.split("=", 1) if word.startswith("--data=") else [word])
+    ]
     return Path(words[words.index("--data") + 1]) if "--data" in words[:-1] else None
 
 
@@ -129,8 +156,9 @@ def make_runs(
 ) -> list[Run]:
     """Preregister ``runs`` in plan.json and make those that are missing.
 
-    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all runs in order. Raises
-    BadInput for a run that fails, and SystemExit with the code of one that was told to stop.
+    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all
+    runs in order. Raises BadInput for a run that fails, and SystemExit with the code of one that
+    was told to stop.
     """
     if find_rank(os.environ):
         raise BadInput("a series makes its runs in one process each; start it without a launcher")
@@ -139,7 +167,10 @@ def make_runs(
     if path.exists():
         earlier = read_preregistration(path)
         if any(earlier[name] != preregistration[name] for name in ("kind", "steps", "runs")):
-            raise BadInput(f"{path} holds another plan; give the same command to continue it, or another --run-dir")
+            raise BadInput(
+                f"{path} holds another plan; give the same command to continue it, or another"
+                " --run-dir"
+            )
     else:
         writable_folder(folder, "run directory")
         write_preregistration(folder, preregistration)
@@ -151,19 +182,28 @@ def make_runs(
                 continue
             if newest(run_dir / "checkpoints")[0] is None:
                 print(
-                    f"note: {run_dir.name} was interrupted and has no checkpoint: it stays without a result", flush=True
+                    f"note: {run_dir.name} was interrupted and has no checkpoint: it stays without"
+                    " a result",
+                    flush=True,
                 )
                 continue
             again = ["--resume"]
         print(f"--- {run_dir.name}", flush=True)
-        command = [*(RUN if script is None else (sys.executable, str(script))), run.recipe_or_path, *flags]
+        command = [
+            *(RUN if script is None else (sys.executable, str(script))),
+            run.recipe_or_path,
+            *flags,
+        ]
         command += ["--seed", str(run.seed), "--run-dir", str(run_dir)]
         command += [*again, *(["--steps", str(steps)] if steps else [])]
         code = run_child(command, environment)
         if code in (130, 143):
             raise SystemExit(code)
         if code not in (0, 1):
-            raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
+            raise BadInput(
+                f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not"
+                " complete"
+            )
     return [read_run(run_dir) for run_dir in folders]
 
 
@@ -220,7 +260,9 @@ def summary(runs: Sequence[Run]) -> str:
     mean, target, n = fmean(losses), runs[0]["target_loss"], len(losses)
     seconds = fmean(run["timed_seconds"] for run in runs if run["val_loss"] is not None)
     reached = "<=" if mean <= target else ">"
-    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {formatting.seconds(seconds)}, n={n}"
+    line = (
+        f"mean loss {mean:.4f} {reached} {target:g}, mean time {formatting.seconds(seconds)}, n={n}"
+    )
     if n < 2:
         return f"{line}: one run, too few to tell"
     sd = stdev(losses)

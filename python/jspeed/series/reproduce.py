@@ -1,4 +1,5 @@
-"""Reproduce a record at its own commit: a clean git worktree, the recipe's stored source, the same seeds."""
+"""Reproduce a record at its own commit: a clean git worktree, the recipe's stored source, the same
+seeds."""
 
 import os
 import shutil
@@ -22,12 +23,20 @@ P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 
 def reproduce(
-    repository: Path, entry: Entry, source: str, sigma: float | None, n: int, folder: Path | None, flags: list[str]
+    repository: Path,
+    entry: Entry,
+    source: str,
+    sigma: float | None,
+    n: int,
+    folder: Path | None,
+    flags: list[str],
 ) -> int:
-    """Make ``n`` runs of the board's ``entry``, whose recipe's text is ``source``, at its commit; 0 if they agree.
+    """Make ``n`` runs of the board's ``entry``, whose recipe's text is ``source``, at its commit; 0
+    if they agree.
 
-    They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
-    standard deviation. Raises BadInput when the commit is missing, or its extension cannot be built.
+    They agree when their mean loss differs from the entry's by no more than chance lets it;
+    ``sigma`` is a run's standard deviation. Raises BadInput when the commit is missing, or its
+    extension cannot be built.
     """
     recorded = by_seed(entry["runs"])
     if not recorded:
@@ -37,51 +46,85 @@ def reproduce(
     folder = (folder or default_folder(f"{entry['recipe']}-again")).absolute()
     stopped = next((run["steps"] for run in recorded.values() if run["status"] == "stopped"), None)
     with worktree(repository, entry["git"]["commit"]) as tree:
-        recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"  # outside, so that the tree stays clean
+        # outside, so that the tree stays clean
+        recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"
         write_whole(recipe, source)
-        sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items()) if name.isupper()]
-        flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
-        runs = [SeriesRun(str(recipe), entry["recipe"], entry["recipe_hash"], seed) for seed in seeds]
+        sets = [
+            f"{name}={value!r}"
+            for name, value in sorted(entry["overrides"].items())
+            if name.isupper()
+        ]
+        flags = [
+            *flags,
+            "--target-loss",
+            str(entry["target_loss"]),
+            *(["--set", *sets] if sets else []),
+        ]
+        runs = [
+            SeriesRun(str(recipe), entry["recipe"], entry["recipe_hash"], seed) for seed in seeds
+        ]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
         environment = os.environ | {"PYTHONPATH": path}
-        made = make_runs(folder, "seeds", stopped, runs, flags, tree / "scripts" / "speedrun.py", environment)
+        made = make_runs(
+            folder, "seeds", stopped, runs, flags, tree / "scripts" / "speedrun.py", environment
+        )
     agrees, lines = compare_losses(entry, made, sigma)
-    print(f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}", *lines, sep="\n")
+    print(
+        f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}",
+        *lines,
+        sep="\n",
+    )
     return 0 if agrees else 1
 
 
 def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[bool, list[str]]:
-    """Return whether the runs ``made`` agree with those of ``entry``, and the comparison as lines."""
+    """Return whether the runs ``made`` agree with those of ``entry``, and the comparison as
+    lines."""
     recorded = by_seed(entry["runs"])
     repeated = [run["val_loss"] for run in made if run["val_loss"] is not None]
     if not repeated:
         return False, ["no run converged"]
     seconds = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
     recorded_seconds, recorded_losses = mean_of(entry["seconds"]), losses(entry["runs"])
-    equal = sum(run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"] for run in made)
+    equal = sum(
+        run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"]
+        for run in made
+    )
     lines = [
-        f"mean loss {fmean(repeated):.4f} (n = {len(repeated)}); "
-        f"record: {fmean(recorded_losses):.4f} (n = {len(recorded_losses)})",
+        (
+            f"mean loss {fmean(repeated):.4f} (n = {len(repeated)}); "
+            f"record: {fmean(recorded_losses):.4f} (n = {len(recorded_losses)})"
+        ),
         f"{equal} of {len(made)} final losses equal the record's exactly",
-        f"mean time {formatting.seconds(seconds)}; record: {formatting.seconds(recorded_seconds)}, "
-        f"ratio {seconds / recorded_seconds:.3f}",
+        (
+            f"mean time {formatting.seconds(seconds)}; record:"
+            f" {formatting.seconds(recorded_seconds)}, ratio {seconds / recorded_seconds:.3f}"
+        ),
     ]
     if not sigma:
-        lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
+        lines.append(
+            "the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree"
+        )
         return equal == len(made), lines
     one_sided = stats.better_than(repeated, recorded_losses, sigma).p
     p = 2 * min(one_sided, 1 - one_sided)
     agrees = p > P and len(repeated) == len(made)
     verdict = "they agree" if agrees else "they do not agree"
-    lines.append(f"{verdict}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
+    lines.append(
+        f"{verdict}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss"
+        " over seeds"
+    )
     return agrees, lines
 
 
 @contextmanager
 def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
-    """Check out ``commit`` of ``repository`` into a folder of its own, with the extension, and remove it in the end."""
+    """Check out ``commit`` of ``repository`` into a folder of its own, with the extension, and
+    remove it in the end."""
     if commit is None or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}").returncode:
-        raise BadInput(f"{repository} does not have the record's commit {commit}; git fetch it, then try again")
+        raise BadInput(
+            f"{repository} does not have the record's commit {commit}; git fetch it, then try again"
+        )
     holder = Path(tempfile.mkdtemp(prefix="jspeed-reproduce-"))
     tree = holder / "tree"
     try:
@@ -96,7 +139,8 @@ def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
 
 
 def extension(repository: Path, tree: Path, commit: str) -> None:
-    """Put the Rust extension into ``tree``: the one built here if its sources are the commit's, else a new one."""
+    """Put the Rust extension into ``tree``: the one built here if its sources are the commit's,
+    else a new one."""
     package = Path(__file__).parents[1]
     built = list(package.glob("_dataloader*.so")) + list(package.glob("_dataloader*.pyd"))
     if built and not _git(repository, "diff", "--quiet", commit, "--", *NATIVE).returncode:
@@ -123,4 +167,6 @@ def _git(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True)
     except FileNotFoundError:
-        raise BadInput("git is not installed; install it, so that the record's commit can be checked out") from None
+        raise BadInput(
+            "git is not installed; install it, so that the record's commit can be checked out"
+        ) from None

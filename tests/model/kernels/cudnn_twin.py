@@ -1,4 +1,5 @@
-"""What cuDNN computes of packed documents, in plain JAX: it finds each by its start in memory and its length alone."""
+"""What cuDNN computes of packed documents, in plain JAX: it finds each by its start in memory and
+its length alone."""
 
 from functools import partial
 
@@ -12,8 +13,8 @@ from jspeed.model.kernels import attention_backends, packed_cudnn
 
 
 def put_in_place(patch: pytest.MonkeyPatch) -> None:
-    """Let jspeed call the twin where it would call cuDNN, in any float type, so that no rounding hides a difference;
-    what cuDNN would leave unwritten is NaN."""
+    """Let jspeed call the twin where it would call cuDNN, in any float type, so that no rounding
+    hides a difference; what cuDNN would leave unwritten is NaN."""
     patch.setattr(attention_backends, "_check", lambda *_, **__: None)
     patch.setattr(fused, "check_cudnn_version", lambda: 92800)
     patch.setattr(fused, "dot_product_attention", attend_lanes)
@@ -21,20 +22,29 @@ def put_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed_cudnn, "backward", backward)
 
 
-def attend_lanes(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
+def attend_lanes(
+    q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length
+):
     """The same through JAX's own tables, of lanes."""
     assert mask_type == fused.MaskType.PADDING_CAUSAL
-    sizes, _, starts, _ = fused._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, k)
-    return packed_cudnn._attend(q, k, v, sizes, starts, scale, sliding_window_length, sliding_window_length)
+    sizes, _, starts, _ = fused._fix_seqlen_offsets(
+        q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, k
+    )
+    return packed_cudnn._attend(
+        q, k, v, sizes, starts, scale, sliding_window_length, sliding_window_length
+    )
 
 
 def masks(lengths, starts, shape, window):
-    """Return (what sees what, what lies in a document) of all tokens in memory, bool ``[N, N]`` and ``[N]``."""
+    """Return (what sees what, what lies in a document) of all tokens in memory, bool ``[N, N]`` and
+    ``[N]``."""
     rows, row, heads, width = shape
     if not lengths.size:  # lanes without documents, which the callers above do not have
         lengths = jnp.repeat(jnp.array([row, 0]), rows).reshape(rows, 2)
         starts = row * heads * width * jnp.minimum(jnp.arange(3 * rows), rows).reshape(rows, 3)
-    assert lengths.shape[0] == starts.shape[0] == rows and starts.shape[1] == lengths.shape[1] + 1 > 2
+    assert (
+        lengths.shape[0] == starts.shape[0] == rows and starts.shape[1] == lengths.shape[1] + 1 > 2
+    )
     sizes_S1 = lengths.reshape(-1, 1)
     starts_S1 = starts.reshape(-1, 1)[: len(sizes_S1)] // (heads * width)
     n_N = jnp.arange(rows * row)[None]
@@ -42,7 +52,9 @@ def masks(lengths, starts, shape, window):
     inside_SN = (n_N >= starts_S1) & (n_N < starts_S1 + jnp.minimum(sizes_S1, row))
     distance_NN = n_N.T - n_N
     seen_NN = (distance_NN >= 0) & (distance_NN < (window or rows * row))
-    return seen_NN & (inside_SN.T.astype(jnp.int32) @ inside_SN.astype(jnp.int32) > 0), inside_SN.any(axis=0)
+    return seen_NN & (
+        inside_SN.T.astype(jnp.int32) @ inside_SN.astype(jnp.int32) > 0
+    ), inside_SN.any(axis=0)
 
 
 def of_all(*arrays):
@@ -64,7 +76,11 @@ def forward(q, k, v, lengths, starts, scale, window, training):
     seen, written = masks(lengths, starts, q.shape, window)
     scores = jnp.where(seen | ~written[:, None], scores_of(q, k, scale), -jnp.inf)
     weights, sums = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
-    out = jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest").reshape(q.shape).astype(q.dtype)
+    out = (
+        jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest")
+        .reshape(q.shape)
+        .astype(q.dtype)
+    )
     shape = lengths.size or len(q), q.shape[2], q.shape[1]
     statistic = jnp.zeros(np.prod(shape)).at[: sums.size].set(sums.ravel()).reshape(shape)
     out = unwritten(out, written)

@@ -18,7 +18,8 @@ from .. import dense
 BOS = 7
 SCALE = 0.3
 NAMES = "out", "dq", "dk", "dv", "dtake", "dgive"
-SIZES = 1, 2, 3, 17, 63, 64, 65, 300, 128, 20  # of documents; no block of 64 tokens divides their sum
+# of documents; no block of 64 tokens divides their sum
+SIZES = 1, 2, 3, 17, 63, 64, 65, 300, 128, 20
 
 
 @pytest.fixture
@@ -37,7 +38,11 @@ def lanes(*sizes):
 def draw(tokens, heads=3, width=16, dtype=jnp.float32):
     """Queries, keys, values, take, give, and the gradient of the result."""
     rng = np.random.default_rng(0)
-    shapes = [(*tokens.shape, heads, width)] * 3 + [(*tokens.shape, heads)] * 2 + [(*tokens.shape, heads, width)]
+    shapes = (
+        [(*tokens.shape, heads, width)] * 3
+        + [(*tokens.shape, heads)] * 2
+        + [(*tokens.shape, heads, width)]
+    )
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
@@ -45,7 +50,12 @@ def draw(tokens, heads=3, width=16, dtype=jnp.float32):
 def run(tokens, *arrays, window, own_kernels=True):
     """Output and all five gradients."""
     *operands, g = arrays
-    how = {"scale": SCALE, "documents": find_documents(tokens, BOS), "window": window, "own_kernels": own_kernels}
+    how = {
+        "scale": SCALE,
+        "documents": find_documents(tokens, BOS),
+        "window": window,
+        "own_kernels": own_kernels,
+    }
     out, back = jax.vjp(lambda *operands: composed(*operands, **how), *operands)
     return out, *back(g)
 
@@ -59,13 +69,26 @@ def exact(tokens, window, *arrays):
     y, dy = np.einsum("bts,bshk->bthk", mixed, v), give[..., None] * g
     dmixed = np.einsum("bthk,bshk->bts", dy, v)
     dtake = np.einsum("bts,bhts->bth", dmixed, p)
-    ds = SCALE * p * np.einsum("bth,bhts->bhts", take, dmixed[:, None] - np.moveaxis(dtake, 2, 1)[..., None])
+    ds = (
+        SCALE
+        * p
+        * np.einsum("bth,bhts->bhts", take, dmixed[:, None] - np.moveaxis(dtake, 2, 1)[..., None])
+    )
     dq, dk = np.einsum("bhts,bshk->bthk", ds, k), np.einsum("bhts,bthk->bshk", ds, q)
     dtake = (dtake - take * np.mean(dtake * take, axis=-1, keepdims=True)) / root
-    return give[..., None] * y, dq, dk, np.einsum("bts,bthk->bshk", mixed, dy), dtake, np.sum(g * y, axis=-1)
+    return (
+        give[..., None] * y,
+        dq,
+        dk,
+        np.einsum("bts,bthk->bshk", mixed, dy),
+        dtake,
+        np.sum(g * y, axis=-1),
+    )
 
 
-@pytest.mark.parametrize("window", [112] + [pytest.param(n, marks=pytest.mark.slow) for n in (1, 7, 65, 66, 128, 129)])
+@pytest.mark.parametrize(
+    "window", [112] + [pytest.param(n, marks=pytest.mark.slow) for n in (1, 7, 65, 66, 128, 129)]
+)
 def test_output_and_gradients_match_float64(interpreted, window):
     """Documents of 1 to 300 tokens, two lanes that differ, the last block not full."""
     tokens = lanes(SIZES, SIZES[::-1])
@@ -75,11 +98,15 @@ def test_output_and_gradients_match_float64(interpreted, window):
         np.testing.assert_allclose(one, wanted, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("length", [10] + [pytest.param(n, marks=pytest.mark.slow) for n in (63, 64, 128, 192)])
+@pytest.mark.parametrize(
+    "length", [10] + [pytest.param(n, marks=pytest.mark.slow) for n in (63, 64, 128, 192)]
+)
 def test_lanes_of_few_blocks(interpreted, length):
     tokens = lanes((4, length - 4))
     arrays = draw(tokens)
-    for one, wanted in zip(run(tokens, *arrays, window=112), exact(tokens, 112, *arrays), strict=True):
+    for one, wanted in zip(
+        run(tokens, *arrays, window=112), exact(tokens, 112, *arrays), strict=True
+    ):
         np.testing.assert_allclose(one, wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -104,7 +131,9 @@ def test_blocks_out_of_reach_are_not_read(interpreted):
         assert np.isfinite(x[:, 192:]).all() and np.isnan(x[:, :64]).any(), name
     *operands, give, g = draw(tokens)
     spoilt = g.at[:, 256:].set(jnp.nan)
-    for name, x in zip(NAMES[1:], run(tokens, *operands, give, spoilt, window=112)[1:], strict=True):
+    for name, x in zip(
+        NAMES[1:], run(tokens, *operands, give, spoilt, window=112)[1:], strict=True
+    ):
         assert np.isfinite(x[:, :128]).all() and np.isnan(x[:, 256:]).any(), name
 
 
@@ -135,6 +164,11 @@ def test_an_open_cache_does_without_them(monkeypatch):
 def test_refuses(dtype, width, window, words):
     tokens = lanes((16,))
     x, one = (jax.ShapeDtypeStruct((*tokens.shape, *rest), dtype) for rest in ((2, width), (2,)))
-    how = {"scale": 1.0, "documents": find_documents(tokens, BOS), "window": window, "own_kernels": True}
+    how = {
+        "scale": 1.0,
+        "documents": find_documents(tokens, BOS),
+        "window": window,
+        "own_kernels": True,
+    }
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(lambda x, one: composed(x, x, x, one, one, **how), x, one)

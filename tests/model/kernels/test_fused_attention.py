@@ -1,4 +1,5 @@
-"""Our attention kernels in interpret mode against a dense float64 mask: every window, borders anywhere."""
+"""Our attention kernels in interpret mode against a dense float64 mask: every window, borders
+anywhere."""
 
 import sys
 import types
@@ -45,7 +46,8 @@ def exact(tokens, window, scale, q, k, v, dout):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of which a lane of 27 holds several; own and visited ones differ, and neither divides it."""
+    """Blocks of which a lane of 27 holds several; own and visited ones differ, and neither divides
+    it."""
     for table, blocks in (("FORWARD", (8, 4)), ("DQ", (4, 8)), ("DK_DV", (8, 4))):
         monkeypatch.setattr(fused_attention, table, {4: Blocks(*blocks, 4, 2)})
 
@@ -60,9 +62,16 @@ def bounds(tokens):
     return attention_backends.token_bounds(find_documents(tokens, BOS, 6).offsets, tokens.shape[1])
 
 
-@pytest.mark.parametrize("length", [27] + [pytest.param(n, marks=pytest.mark.slow) for n in (3, 32)])
+@pytest.mark.parametrize(
+    "length", [27] + [pytest.param(n, marks=pytest.mark.slow) for n in (3, 32)]
+)
 def test_agrees_with_dense_mask_for_every_window(small_blocks, length):
-    borders = [], [0, 1, 2, length - 1], [length // 3, length // 2], [t for t in (7, 8, 12, 16) if t < length]
+    borders = (
+        [],
+        [0, 1, 2, length - 1],
+        [length // 3, length // 2],
+        [t for t in (7, 8, 12, 16) if t < length],
+    )
     tokens = lanes(length, *borders)
     arrays = normal(4, *tokens.shape, 2, 4)
     for window in [*range(1, length + 1), None]:
@@ -72,7 +81,8 @@ def test_agrees_with_dense_mask_for_every_window(small_blocks, length):
 
 
 def test_blocks_out_of_sight_are_not_visited(small_blocks):
-    """Where blocks are visited, NaN in keys, values or gradients shows in sums, even times a weight of zero."""
+    """Where blocks are visited, NaN in keys, values or gradients shows in sums, even times a weight
+    of zero."""
     tokens = lanes(27, [8], [8], [8], [8])
     ranges = fused_attention.ranges(*bounds(tokens), 6)
     q, k, v, dout = normal(4, *tokens.shape, 2, 4)
@@ -91,7 +101,9 @@ def test_blocks_out_of_sight_are_not_visited(small_blocks):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(attention_backends, "triton", partial(attention_backends.triton, interpret=True))
+    monkeypatch.setattr(
+        attention_backends, "triton", partial(attention_backends.triton, interpret=True)
+    )
 
 
 def test_as_a_backend_in_bfloat16(interpreted):
@@ -102,7 +114,10 @@ def test_as_a_backend_in_bfloat16(interpreted):
     @jax.jit
     def run(*arrays):
         documents = find_documents(tokens, BOS, 5)
-        return both(partial(attention, scale=0.12, documents=documents, window=60, backend="triton"), *arrays)
+        return both(
+            partial(attention, scale=0.12, documents=documents, window=60, backend="triton"),
+            *arrays,
+        )
 
     for found, wanted in zip(run(*arrays), exact(tokens, 60, 0.12, *arrays), strict=True):
         assert found.dtype == jnp.bfloat16
@@ -117,13 +132,20 @@ def test_every_width_that_is_taken_has_blocks():
 
 def test_token_bounds():
     starts, ends = bounds(lanes(12, [0, 3, 4], [5], []))
-    expected = [[(0, 3)] * 3 + [(3, 4)] + [(4, 12)] * 8, [(0, 5)] * 5 + [(5, 12)] * 7, [(0, 12)] * 12]
+    expected = [
+        [(0, 3)] * 3 + [(3, 4)] + [(4, 12)] * 8,
+        [(0, 5)] * 5 + [(5, 12)] * 7,
+        [(0, 12)] * 12,
+    ]
     np.testing.assert_array_equal(np.stack([starts, ends], axis=-1), expected)
 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "words"),
-    [(jnp.float16, 64, "takes bfloat16, found q in float16"), (jnp.bfloat16, 32, "64 and 128, found 32")],
+    [
+        (jnp.float16, 64, "takes bfloat16, found q in float16"),
+        (jnp.bfloat16, 32, "64 and 128, found 32"),
+    ],
 )
 def test_refuses(dtype, width, words):
     x = jax.ShapeDtypeStruct((1, 16, 2, width), dtype)
@@ -134,13 +156,20 @@ def test_refuses(dtype, width, words):
 def test_pallas_is_told_what_a_gpu_is_that_it_has_no_name_for(monkeypatch):
     """A stand-in for a module of JAX 0.11, whose own refuses to compile for an RTX 3090."""
     module = types.SimpleNamespace(GpuInfo=lambda **told: told, registry={})
-    gpu, cpu = types.SimpleNamespace(device_kind="RTX 3090", compute_capability="8.6"), jax.devices()[0]
+    gpu, cpu = (
+        types.SimpleNamespace(device_kind="RTX 3090", compute_capability="8.6"),
+        jax.devices()[0],
+    )
     monkeypatch.setitem(sys.modules, "jax._src.pallas.triton.gpu_info", module)
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu, cpu])
     x = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
     jax.eval_shape(lambda x: attention(x, x, x, scale=1.0, backend="triton"), x)
     assert list(module.registry) == ["RTX 3090"]
-    assert module.registry["RTX 3090"]() == {"gpu_version": None, "arch_name": "8.6", "compute_capability": 86}
+    assert module.registry["RTX 3090"]() == {
+        "gpu_version": None,
+        "arch_name": "8.6",
+        "compute_capability": 86,
+    }
 
 
 @pytest.mark.slow
@@ -156,11 +185,15 @@ def test_documents_of_1_to_2048_tokens(interpreted, width, window):
     @jax.jit
     def run(*arrays):
         documents = find_documents(tokens, BOS, 16)
-        call = partial(attention, scale=width**-0.5, documents=documents, window=window, backend="triton")
+        call = partial(
+            attention, scale=width**-0.5, documents=documents, window=window, backend="triton"
+        )
         return both(call, *arrays)
 
     names = "out", "dq", "dk", "dv"
-    for name, found, wanted in zip(names, run(*arrays), exact(tokens, window, width**-0.5, *arrays), strict=True):
+    for name, found, wanted in zip(
+        names, run(*arrays), exact(tokens, window, width**-0.5, *arrays), strict=True
+    ):
         if window == 1 and name in ("dq", "dk"):  # one key: its weight is 1 whatever the scores
             assert np.abs(np.asarray(found, np.float64)).max() < 0.05
         else:

@@ -18,7 +18,10 @@ INTERPRETED = InterpretGPUParams()
 @pytest.fixture
 def operands():
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(np.clip(rng.normal(size=shape) * 100, -448, 448), E4M3) for shape in ((N, D), (F, D)))
+    x, w = (
+        jnp.asarray(np.clip(rng.normal(size=shape) * 100, -448, 448), E4M3)
+        for shape in ((N, D), (F, D))
+    )
     # The copy's scale is so small that the largest do not fit.
     return x, w, jnp.array([0.01 / 160, 1.0 / 448], jnp.float32)
 
@@ -27,7 +30,9 @@ def test_the_squared_relu_matmul_matches_its_reference(operands):
     h, copy, largest = fused_mlp.squared_relu_matmul(*operands, interpret=INTERPRETED)
     h2, copy2, largest2 = fused_mlp.squared_relu_matmul_reference(*operands)
     np.testing.assert_allclose(h.astype(jnp.float32), h2.astype(jnp.float32), rtol=2**-6, atol=1e-4)
-    np.testing.assert_allclose(copy.astype(jnp.float32), copy2.astype(jnp.float32), rtol=2**-3, atol=2**-6)
+    np.testing.assert_allclose(
+        copy.astype(jnp.float32), copy2.astype(jnp.float32), rtol=2**-3, atol=2**-6
+    )
     np.testing.assert_allclose(largest, largest2, rtol=2**-6)
     assert (copy.dtype, h.dtype) == (E4M3, jnp.bfloat16) and largest.shape == (F // 64, N)
     assert np.max(copy.astype(np.float32)) == 448
@@ -55,7 +60,9 @@ def test_the_gradient_matches_its_reference_and_near_float64():
     np.testing.assert_allclose(found, g64 @ w64 * 2 * np.sqrt(h64), rtol=2**-6, atol=1e-3)
 
 
-@pytest.mark.parametrize(("shape", "what"), [((100, 256, 128), "rows"), ((128, 300, 128), "columns")])
+@pytest.mark.parametrize(
+    ("shape", "what"), [((100, 256, 128), "rows"), ((128, 300, 128), "columns")]
+)
 def test_sizes_that_do_not_fill_tiles_are_refused(shape, what):
     n, f, d = shape
     x, w = jnp.zeros((n, d), E4M3), jnp.zeros((f, d), E4M3)

@@ -22,13 +22,19 @@ def wide(*arrays):
 
 
 def drawn(seed, dtype, *shape):
-    return jnp.asarray(np.clip(np.random.default_rng(seed).normal(size=shape) * 100, -448, 448), dtype)
+    return jnp.asarray(
+        np.clip(np.random.default_rng(seed).normal(size=shape) * 100, -448, 448), dtype
+    )
 
 
 @pytest.fixture
 def forward():
     # The scale of the result is so small that the largest do not fit.
-    return drawn(0, E4M3, N, D), drawn(1, E4M3, F, D), jnp.array([0.01 / 160, 1000 / 448], jnp.float32)
+    return (
+        drawn(0, E4M3, N, D),
+        drawn(1, E4M3, F, D),
+        jnp.array([0.01 / 160, 1000 / 448], jnp.float32),
+    )
 
 
 @pytest.fixture
@@ -39,8 +45,18 @@ def backward(forward):
 
 
 KERNELS = [
-    ("forward", fused_mlp.squared_relu_matmul_fp8, fused_mlp.squared_relu_matmul_fp8_reference, E4M3),
-    ("backward", fused_mlp.squared_relu_gradient_fp8, fused_mlp.squared_relu_gradient_fp8_reference, E5M2),
+    (
+        "forward",
+        fused_mlp.squared_relu_matmul_fp8,
+        fused_mlp.squared_relu_matmul_fp8_reference,
+        E4M3,
+    ),
+    (
+        "backward",
+        fused_mlp.squared_relu_gradient_fp8,
+        fused_mlp.squared_relu_gradient_fp8_reference,
+        E5M2,
+    ),
 ]
 
 
@@ -74,7 +90,9 @@ def test_the_squared_relu_is_near_float64(forward):
 def test_the_gradient_is_near_float64(backward):
     g, w, h, (factor, h_scale, scale) = wide(*backward)
     exact = np.clip(g @ w.T * factor * 2 * np.sqrt(h * h_scale) / scale, -57_344, 57_344)
-    q_NF, _, largest_GN = wide(*fused_mlp.squared_relu_gradient_fp8(*backward, interpret=INTERPRETED))
+    q_NF, _, largest_GN = wide(
+        *fused_mlp.squared_relu_gradient_fp8(*backward, interpret=INTERPRETED)
+    )
     rtol, atol = ROUNDED[E5M2]
     np.testing.assert_allclose(q_NF, exact, rtol=rtol + 1e-5, atol=atol)
     np.testing.assert_array_equal(largest_GN, np.abs(q_NF).reshape(N, -1, 64).max(axis=2).T)
@@ -84,18 +102,26 @@ def test_the_gradient_is_near_float64(backward):
 
 @pytest.mark.slow
 def test_nan_stays_nan(forward, backward):
-    """In its entry and its transpose. The largest on GPUs: tests/aot; on CPUs a maximum by XLA loses NaN itself."""
+    """In its entry and its transpose. The largest on GPUs: tests/aot; on CPUs a maximum by XLA
+    loses NaN itself."""
     x, w, scales = forward
     g, v, h, scales_3 = backward
-    found = [fused_mlp.squared_relu_matmul_fp8(x.at[5].set(jnp.nan), w, scales, interpret=INTERPRETED)]
-    found.append(fused_mlp.squared_relu_gradient_fp8(g, v, h.at[5].set(jnp.nan), scales_3, interpret=INTERPRETED))
+    found = [
+        fused_mlp.squared_relu_matmul_fp8(x.at[5].set(jnp.nan), w, scales, interpret=INTERPRETED)
+    ]
+    found.append(
+        fused_mlp.squared_relu_gradient_fp8(
+            g, v, h.at[5].set(jnp.nan), scales_3, interpret=INTERPRETED
+        )
+    )
     for q_NF, q_FN, _ in found:
         by_row, by_column = np.isnan(*wide(q_NF)), np.isnan(*wide(q_FN))
         assert by_row[5].all() and by_column[:, 5].all() and by_row.sum() == by_column.sum() == F
 
 
 def test_the_root_of_a_rounded_square_is_within_a_thirtieth(forward):
-    """Of ``2 relu(pre)``, the factor that a gradient gets; where e4m3 has normal numbers and nothing is clipped."""
+    """Of ``2 relu(pre)``, the factor that a gradient gets; where e4m3 has normal numbers and
+    nothing is clipped."""
     x, w, (factor, scale) = wide(*forward)
     pre = x @ w.T * factor
     h, *_ = wide(*fused_mlp.squared_relu_matmul_fp8_reference(*forward))
@@ -104,7 +130,9 @@ def test_the_root_of_a_rounded_square_is_within_a_thirtieth(forward):
     assert np.mean(kept) > 0.2
 
 
-@pytest.mark.parametrize(("shape", "what"), [((100, 256, 128), "rows"), ((128, 300, 128), "columns")])
+@pytest.mark.parametrize(
+    ("shape", "what"), [((100, 256, 128), "rows"), ((128, 300, 128), "columns")]
+)
 def test_sizes_that_do_not_fill_tiles_are_refused(shape, what):
     n, f, d = shape
     g, w, h = jnp.zeros((n, d), E5M2), jnp.zeros((f, d), E4M3), jnp.zeros((n, f), E4M3)

@@ -26,7 +26,9 @@ def test_against_float64():
     dx, dscale = module.norm_gradient(out, normed, x, jnp.float32(1.25), interpret=True)
     out, normed, x = (np.asarray(a, np.float64) for a in (out, normed, x))
     inverse = 1 / np.sqrt(np.mean(x**2, 1, keepdims=True) + np.finfo(np.float32).eps)
-    expected = 1.25 * out + inverse * (normed - x * inverse**2 * np.mean(normed * x, 1, keepdims=True))
+    expected = 1.25 * out + inverse * (
+        normed - x * inverse**2 * np.mean(normed * x, 1, keepdims=True)
+    )
     assert dx.dtype == jnp.bfloat16 and dense.distance(dx, expected) < 0.002
     np.testing.assert_allclose(dscale, np.sum(out * x), rtol=1e-5)
 
@@ -36,7 +38,9 @@ def test_a_sum_beside_a_norm_has_the_gradients_of_the_plain_path(tokens, monkeyp
     """Two parts that use arrays around them; where tokens are no whole blocks, by plain JAX."""
     monkeypatch.setattr(module, "norm_gradient", partial(module.norm_gradient, interpret=True))
     rng = np.random.default_rng(0)
-    x, w, g = (jnp.asarray(rng.normal(size=(1, size, WIDTH)), jnp.float32) for size in (tokens, 1, tokens))
+    x, w, g = (
+        jnp.asarray(rng.normal(size=(1, size, WIDTH)), jnp.float32) for size in (tokens, 1, tokens)
+    )
 
     def call(x, w, scale, own):
         found = add_normed(lambda a: [a * w, jnp.sin(a * scale)], x, scale, own)

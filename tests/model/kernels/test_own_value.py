@@ -20,11 +20,14 @@ NAMES = "out", "dy", "dv", "dalpha", "dgate"
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(own_value, "subtract_own_value", lambda *args: subtract_own_value(*args, interpret=True))
+    monkeypatch.setattr(
+        own_value, "subtract_own_value", lambda *args: subtract_own_value(*args, interpret=True)
+    )
 
 
 def arrays(length, width, gated):
-    """A gradient, outputs near their own values, values, some of them 0 or tiny, and numbers of each head: bf16."""
+    """A gradient, outputs near their own values, values, some of them 0 or tiny, and numbers of
+    each head: bf16."""
     rng = np.random.default_rng(length + width)
     g, y, v = rng.normal(size=(3, LANES, length, HEADS, width))
     y += v
@@ -36,7 +39,9 @@ def arrays(length, width, gated):
 
 def exact(g, y, v, alpha, gate=None):
     """Result and gradients in float64, where nothing is rounded; NumPy alone."""
-    g, y, v, alpha, *gated = (np.asarray(x, np.float64) for x in (g, y, v, alpha, *([] if gate is None else [gate])))
+    g, y, v, alpha, *gated = (
+        np.asarray(x, np.float64) for x in (g, y, v, alpha, *([] if gate is None else [gate]))
+    )
     factor = gated[0] if gated else np.ones_like(alpha)
     square, turn = (v * v).sum(-1), np.tanh(alpha)
     length = np.maximum(square, 1e-8)
@@ -47,7 +52,11 @@ def exact(g, y, v, alpha, gate=None):
     dalpha = -(1 - turn**2) * share * (into * v).sum(-1)
     dy = into + (dshare / length)[..., None] * v
     dlength = np.where(square > 1e-8, -dshare * share / length, 0)
-    dv = -(turn * share)[..., None] * into + (dshare / length)[..., None] * y + 2 * dlength[..., None] * v
+    dv = (
+        -(turn * share)[..., None] * into
+        + (dshare / length)[..., None] * y
+        + 2 * dlength[..., None] * v
+    )
     return factor[..., None] * whole, dy, dv, dalpha, *([(g * whole).sum(-1)] if gated else [])
 
 
@@ -60,9 +69,11 @@ def all_of(own, g, *arguments):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("length", "width"), [(40, 128), (64, 64), (43, 64)])
 def test_agrees_with_float64_and_is_nearer_than_the_plain_path(length, width, gated):
-    """Lengths that fill the blocks of rows and that do not; values that are 0, or shorter than what counts."""
+    """Lengths that fill the blocks of rows and that do not; values that are 0, or shorter than what
+    counts."""
     given = arrays(length, width, gated)
-    found, plain = (all_of(own, *given) for own in (True, False))  # plain rounds after each operation
+    # plain rounds after each operation
+    found, plain = (all_of(own, *given) for own in (True, False))
     assert [x.dtype for x in found] == [jnp.bfloat16] * (4 + gated)
     for name, one, other, wanted in zip(NAMES, found, plain, exact(*given), strict=False):
         assert dense.distance(one, wanted) < 0.003, name
@@ -82,6 +93,9 @@ def test_agrees_with_float64_and_is_nearer_than_the_plain_path(length, width, ga
     ],
 )
 def test_refuses(width, dtypes, words):
-    y, alpha = (jax.ShapeDtypeStruct(s, dtype) for s, dtype in zip(((1, 8, 3, width), (1, 8, 3)), dtypes, strict=True))
+    y, alpha = (
+        jax.ShapeDtypeStruct(s, dtype)
+        for s, dtype in zip(((1, 8, 3, width), (1, 8, 3)), dtypes, strict=True)
+    )
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(partial(without_own_value, own_kernels=True), y, y, alpha)

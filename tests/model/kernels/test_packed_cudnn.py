@@ -1,4 +1,5 @@
-"""Lanes as rows of the longest document: cuDNN's tables are those that JAX makes of lanes, and so are the numbers."""
+"""Lanes as rows of the longest document: cuDNN's tables are those that JAX makes of lanes, and so
+are the numbers."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,8 @@ def twin(monkeypatch):
 
 
 def lanes_of(lengths, shape):
-    """Tokens int ``[B, T]`` whose documents have ``lengths``, one after the other; a lane cuts its last one off."""
+    """Tokens int ``[B, T]`` whose documents have ``lengths``, one after the other; a lane cuts its
+    last one off."""
     tokens, lengths = np.ones(shape, np.int32), iter(lengths)
     for row in tokens:
         at = 0
@@ -45,30 +47,45 @@ def lanes_of(lengths, shape):
 
 @partial(jax.jit, static_argnums=(1, 2))
 def both_tables(tokens, max_docs, longest):
-    """Of the same documents: packed_cudnn's tables, those that JAX makes of lanes, and which lanes are in order."""
+    """Of the same documents: packed_cudnn's tables, those that JAX makes of lanes, and which lanes
+    are in order."""
     lanes, length = tokens.shape
     documents = find_documents(tokens, BOS, max_docs, longest)
     slots = attention_backends.cudnn_slots(documents.offsets, length)
     row = packed_cudnn.row_length(lanes * length, longest)
     x = jnp.zeros((lanes, length, HEADS, WIDTH))
     sizes, _, starts, _ = fused._fix_seqlen_offsets(slots[0], slots[0], slots[1], slots[1], x, x)
-    return packed_cudnn.tables(*slots, length, row), (sizes, starts), documents.offsets[:, -1] == length
+    return (
+        packed_cudnn.tables(*slots, length, row),
+        (sizes, starts),
+        documents.offsets[:, -1] == length,
+    )
 
 
 def compare(tokens, max_docs, longest):
-    """The tables are equal, but that no document is longer than a row, which only lanes of NaN have."""
+    """The tables are equal, but that no document is longer than a row, which only lanes of NaN
+    have."""
     row = packed_cudnn.row_length(tokens.size, longest)
     (sizes, starts), (jax_sizes, jax_starts), in_order = jax.tree.map(
         np.asarray, both_tables(tokens, max_docs, longest)
     )
-    assert sizes.shape[0] == starts.shape[0] == tokens.size // row and sizes.size >= len(tokens) * max_docs
+    assert (
+        sizes.shape[0] == starts.shape[0] == tokens.size // row
+        and sizes.size >= len(tokens) * max_docs
+    )
     assert starts.shape[1] == sizes.shape[1] + 1 > 2 and sizes.dtype == starts.dtype == np.int32
     assert sizes.max() <= row and row >= longest
-    sizes, starts, jax_sizes, jax_starts = (x.ravel() for x in (sizes, starts, jax_sizes, jax_starts))
+    sizes, starts, jax_sizes, jax_starts = (
+        x.ravel() for x in (sizes, starts, jax_sizes, jax_starts)
+    )
     used = int((jax_sizes > 0).sum())
     np.testing.assert_array_equal(starts[:used] * HEADS * WIDTH, jax_starts[:used])
     np.testing.assert_array_equal(sizes[:used], np.minimum(jax_sizes[:used], row))
-    assert not sizes[used:].any() and (starts[used:] == tokens.size).all() and not jax_sizes[used:].any()
+    assert (
+        not sizes[used:].any()
+        and (starts[used:] == tokens.size).all()
+        and not jax_sizes[used:].any()
+    )
     of_lane = jax_starts[:used] // (HEADS * WIDTH * tokens.shape[1])
     for lane, fine in enumerate(in_order):
         whole = (tokens[lane] == BOS).sum() + (tokens[lane, 0] != BOS) <= max_docs
@@ -89,7 +106,8 @@ def test_tables_are_those_of_jax(lengths, case, longest):
 
 
 def test_tables_of_pieces_and_of_evaluation_are_those_of_jax():
-    """At full size: record 29's lane, its first piece of two with the margin before it, a row of evaluation."""
+    """At full size: record 29's lane, its first piece of two with the margin before it, a row of
+    evaluation."""
     recipe, draw = find("r29", trace=False).recipe, np.random.default_rng(0)
     stage = recipe.stages[-1]
     tokens = np.ones((1, stage.lane_len + 1), np.int32)
@@ -99,7 +117,9 @@ def test_tables_of_pieces_and_of_evaluation_are_those_of_jax():
         at += int(np.clip(draw.lognormal(6, 1), 33, stage.max_doc_len))
     cut, _ = division.cut(recipe, stage, 2, jnp.asarray(tokens))
     rows = draw.integers(0, 2, (1, recipe.eval_len)) * 7
-    rows[0, np.cumsum(np.clip(draw.lognormal(6.5, 1.2, 200), 5, 60_000)).astype(int)] = recipe.data.bos_id
+    rows[0, np.cumsum(np.clip(draw.lognormal(6.5, 1.2, 200), 5, 60_000)).astype(int)] = (
+        recipe.data.bos_id
+    )
     context = program.eval_context(recipe, device_of(mesh_of(1)))
     for these, max_docs, longest in (
         (tokens[:, :-1], stage.max_docs, stage.max_doc_len),
@@ -128,9 +148,12 @@ def test_rows_divide_the_lanes_and_hold_the_longest_document(tokens, longest, ro
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize(("window", "near"), [(None, None), (1, None), (7, None), (None, 5), (7, 5)])
+@pytest.mark.parametrize(
+    ("window", "near"), [(None, None), (1, None), (7, None), (None, 5), (7, 5)]
+)
 def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, paired):
-    """Documents across the borders of rows, lanes of different numbers of them, in one program with its gradients."""
+    """Documents across the borders of rows, lanes of different numbers of them, in one program with
+    its gradients."""
     tokens = lanes_of([1, 24, 3, 24, 12, 20, 24, 20, 5, 7, 24, 24, 4], (3, 64))
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
 
@@ -167,7 +190,9 @@ def test_a_lane_of_too_many_or_too_long_documents_is_nan_and_the_others_are_not(
     q, k, v, _ = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
     documents = find_documents(jnp.asarray(tokens), BOS, 9, 24)
     how = {"scale": 0.3, "documents": documents, "window": 7}
-    found, expected = (np.asarray(attention(q, k, v, **how, backend=backend)) for backend in ("cudnn", "xla"))
+    found, expected = (
+        np.asarray(attention(q, k, v, **how, backend=backend)) for backend in ("cudnn", "xla")
+    )
     assert np.isnan(found[0]).all()
     np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
 
@@ -175,7 +200,13 @@ def test_a_lane_of_too_many_or_too_long_documents_is_nan_and_the_others_are_not(
 LANE = 128
 SETS = {
     "r29": [*TOYS["r29"], f"LANE_LEN={LANE}", f"EVAL_LEN={LANE}", "MAX_DOCS=129", "LANES=2"],
-    "r89": [*TOYS["r89"], f"LANE_LENS=(16,{LANE})", f"EVAL_LEN={LANE}", "MAX_DOCS=(17,129)", "LANES=2"],
+    "r89": [
+        *TOYS["r89"],
+        f"LANE_LENS=(16,{LANE})",
+        f"EVAL_LEN={LANE}",
+        "MAX_DOCS=(17,129)",
+        "LANES=2",
+    ],
 }
 
 
@@ -188,15 +219,21 @@ def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, 
     for row in tokens:
         row[np.cumsum([0, *draw.integers(1, stage.max_doc_len + 1, 200)]).clip(max=LANE)] = BOS
     params = step.init_state(recipe, jnp.uint32(1))["params"]
-    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params)
+    params = jax.tree.map(
+        lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params
+    )
 
     def results(backend):
         ctx = Context(stage, True, attention=backend, phase=recipe.period - 1)
-        gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(params, tokens)
+        gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(
+            params, tokens
+        )
         known = recipe if backend == "xla" else replace(recipe, eval_max_doc_len=stage.max_doc_len)
         ctx = replace(program.eval_context(known, device_of(mesh_of(1))), attention=backend)
         return gradients, jax.jit(
-            partial(step.eval_step, known, ctx, Placement(mesh_of(1), "zero1", device_of(mesh_of(1))), 2)
+            partial(
+                step.eval_step, known, ctx, Placement(mesh_of(1), "zero1", device_of(mesh_of(1))), 2
+            )
         )(params, tokens)
 
     for found, expected in zip(*map(jax.tree.leaves, map(results, ("cudnn", "xla"))), strict=True):

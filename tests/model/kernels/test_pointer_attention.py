@@ -1,4 +1,5 @@
-"""The pointer's kernels in interpret mode, against float64 with a dense mask and against the plain path."""
+"""The pointer's kernels in interpret mode, against float64 with a dense mask and against the plain
+path."""
 
 from functools import partial
 
@@ -21,18 +22,22 @@ NAMES = "on target", "on none", "dq", "dk", "dnone"
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(pointer_attention, "shares", partial(pointer_attention.shares, interpret=True))
+    monkeypatch.setattr(
+        pointer_attention, "shares", partial(pointer_attention.shares, interpret=True)
+    )
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of which a lane of 43 holds several; own and visited ones differ, and neither divides it."""
+    """Blocks of which a lane of 43 holds several; own and visited ones differ, and neither divides
+    it."""
     for name, blocks in (("FORWARD", (16, 4)), ("DQ", (4, 16)), ("DK", (16, 4))):
         monkeypatch.setattr(pointer_attention, name, Blocks(*blocks, 4, 2))
 
 
 def lanes(length, *starts):
-    """Tokens of which few differ, and their targets: int ``[B, T]``. The target 9 never occurs before."""
+    """Tokens of which few differ, and their targets: int ``[B, T]``. The target 9 never occurs
+    before."""
     tokens = np.random.default_rng(0).integers(0, 5, size=(len(starts), length + 1))
     for row, of_lane in zip(tokens, starts, strict=True):
         row[list(of_lane)] = BOS
@@ -75,7 +80,13 @@ def exact(window, tokens, targets, gradients, *given):
     dscores = p * (dp - (p * dp).sum(-1, keepdims=True))
     on_target = (p[..., :-1] * (targets[..., None] == tokens[:, None])).sum(-1)
     dq = dscores[..., :-1] @ k + dscores[..., -1:] * none
-    return on_target, p[..., -1], dq, np.swapaxes(dscores[..., :-1], 1, 2) @ q, np.einsum("bt,btk", dscores[..., -1], q)
+    return (
+        on_target,
+        p[..., -1],
+        dq,
+        np.swapaxes(dscores[..., :-1], 1, 2) @ q,
+        np.einsum("bt,btk", dscores[..., -1], q),
+    )
 
 
 BORDERS = [], [0, 1, 2, 42], [14, 21], [15, 16, 17, 32]
@@ -83,7 +94,8 @@ BORDERS = [], [0, 1, 2, 42], [14, 21], [15, 16, 17, 32]
 
 @pytest.mark.parametrize("window", [1, 7, 16, 100])
 def test_agrees_with_float64(small_blocks, window):
-    """Windows shorter and longer than documents and lanes; queries that see no key; targets that nothing is."""
+    """Windows shorter and longer than documents and lanes; queries that see no key; targets that
+    nothing is."""
     given = *(lane := lanes(43, *BORDERS)), *arrays(lane[0], 16)
     results = found(True, window, *given)
     for name, one, other, wanted in zip(
@@ -96,14 +108,17 @@ def test_agrees_with_float64(small_blocks, window):
 
 
 def test_blocks_out_of_sight_are_not_visited(small_blocks):
-    """Where blocks are visited, NaN in keys or queries shows in sums, even times a weight of zero."""
+    """Where blocks are visited, NaN in keys or queries shows in sums, even times a weight of
+    zero."""
     tokens, targets = lanes(43, [16])
     gradients, q, k, none = arrays(tokens, 16)
-    k = k.at[:, :16].set(np.nan).at[:, 32:].set(np.nan)  # another document, and the future of queries before 32
+    # another document, and the future of queries before 32
+    k = k.at[:, :16].set(np.nan).at[:, 32:].set(np.nan)
     for one in found(True, 6, tokens, targets, gradients, q, k, none)[:3]:
         assert np.isfinite(one[:, 16:32]).all() and np.isnan(one[:, 40:]).all()
     gradients, q, k, none = arrays(tokens, 16)
-    q = q.at[:, :16].set(np.nan).at[:, 40:].set(np.nan)  # keys before 32 are seen by queries before 38
+    # keys before 32 are seen by queries before 38
+    q = q.at[:, :16].set(np.nan).at[:, 40:].set(np.nan)
     dk = found(True, 6, tokens, targets, gradients, q, k, none)[3]
     assert np.isfinite(dk[:, 16:32]).all() and np.isnan(dk[:, 32:]).all()
 
@@ -126,8 +141,12 @@ def test_in_bfloat16_with_its_own_blocks(length):
     ],
 )
 def test_refuses(monkeypatch, width, dtypes, words):
-    monkeypatch.setattr(pointer_attention, "shares", pointer_attention.shares.func)  # not interpreted
+    # not interpreted
+    monkeypatch.setattr(pointer_attention, "shares", pointer_attention.shares.func)
     q, k = (jax.ShapeDtypeStruct((1, 8, width), dtype) for dtype in dtypes)
-    none, gradients = jax.ShapeDtypeStruct((width,), jnp.bfloat16), (jax.ShapeDtypeStruct((1, 8), jnp.float32),) * 2
+    none, gradients = (
+        jax.ShapeDtypeStruct((width,), jnp.bfloat16),
+        (jax.ShapeDtypeStruct((1, 8), jnp.float32),) * 2,
+    )
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(partial(found, True, 4), *lanes(8, []), gradients, q, k, none)

@@ -21,13 +21,18 @@ LANES, HEADS = 2, 4
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(qk_norm, "norm_and_rotate", lambda *args: norm_and_rotate(*args, interpret=True))
+    monkeypatch.setattr(
+        qk_norm, "norm_and_rotate", lambda *args: norm_and_rotate(*args, interpret=True)
+    )
 
 
 def arrays(length, width):
-    """The matmul's output, some tokens of which are 0 or large, and gradients of queries and keys: bf16."""
+    """The matmul's output, some tokens of which are 0 or large, and gradients of queries and keys:
+    bf16."""
     rng = np.random.default_rng(length + width)
-    y = rng.normal(size=(LANES, length, 2 * HEADS * width)) * np.exp(rng.normal(size=(LANES, length, 1)))
+    y = rng.normal(size=(LANES, length, 2 * HEADS * width)) * np.exp(
+        rng.normal(size=(LANES, length, 1))
+    )
     y[:, 3] = 0
     grads = rng.normal(size=(2, LANES, length, HEADS, width))
     grads[:, :, 3:5] *= 1e-3  # those of 0 are multiplied by 2,896
@@ -82,15 +87,21 @@ def ulps(found, wanted):
     [(128, True, 40, True), (64, False, 40, False), (64, True, 64, False), (128, False, 64, True)],
 )
 def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back):
-    """Lengths that fill the blocks of tokens and that do not; heads that turn by one column, and by two in turn."""
-    (y, grads), angles, positions = arrays(length, width), frequencies(width // 4), positions_of(length, paired)
+    """Lengths that fill the blocks of tokens and that do not; heads that turn by one column, and by
+    two in turn."""
+    (y, grads), angles, positions = (
+        arrays(length, width),
+        frequencies(width // 4),
+        positions_of(length, paired),
+    )
     shape = LANES, length, HEADS, width
 
     def call(own, y):
         return queries_and_keys(y, shape, angles, positions, own, None, look_back)
 
     found = both(partial(call, True), y, grads)
-    plain = both(partial(call, False), y, grads)  # operation by operation, so that every rounding takes place
+    # operation by operation, so that every rounding takes place
+    plain = both(partial(call, False), y, grads)
     assert [x.dtype for x in found] == [jnp.bfloat16] * 3
     for one, other in zip(found[:2], plain[:2], strict=True):
         assert ulps(one, other).max() <= 1 and (ulps(one, other) > 0).mean() < 1e-3
@@ -108,7 +119,9 @@ def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back
     rest = jnp.cos(angle), jnp.sin(angle), jnp.array([1.0, np.nan]), None, HEADS, look_back
     found = both(lambda y: norm_and_rotate(y, *rest, interpret=True), y, grads)
     shape = LANES, 40, HEADS, 64
-    plain = both(lambda y: queries_and_keys(y, shape, angles, positions, False, None, look_back), y, grads)
+    plain = both(
+        lambda y: queries_and_keys(y, shape, angles, positions, False, None, look_back), y, grads
+    )
     for one, other in zip(found, plain, strict=True):
         assert dense.distance(one[:1], other[:1]) < 0.003
         assert np.isnan(np.asarray(one[1:], np.float32)).all()
@@ -118,7 +131,9 @@ def test_lanes_with_more_documents_than_slots_are_nan():
     (y, grads), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, False)
     documents = Documents(jnp.zeros((LANES, 40), jnp.int32), jnp.array([[0, 7, 40], [0, 7, 30]]))
     shape = LANES, 40, HEADS, 64
-    for found in both(lambda y: queries_and_keys(y, shape, angles, positions, True, documents), y, grads):
+    for found in both(
+        lambda y: queries_and_keys(y, shape, angles, positions, True, documents), y, grads
+    ):
         found = np.asarray(found, np.float32)
         assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
 
@@ -133,21 +148,34 @@ def test_keys_that_look_back_are_those_of_offset_keys():
     np.testing.assert_array_equal(moved[1], offset_keys(plain[1]))
 
 
-@pytest.mark.parametrize(("paired", "length"), [(True, 40), pytest.param(False, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("paired", "length"), [(True, 40), pytest.param(False, 64, marks=pytest.mark.slow)]
+)
 def test_heads_that_turn_whole_and_get_zeros(paired, length):
     """Narrow heads of record 92: all channels turn, and zeros make them as wide as values."""
-    (y, grads), angles, positions = arrays(length, 32), frequencies(16), positions_of(length, paired)
+    (y, grads), angles, positions = (
+        arrays(length, 32),
+        frequencies(16),
+        positions_of(length, paired),
+    )
     shape, wide = (LANES, length, HEADS, 32), [(0, 0)] * 3 + [(0, 32)]
     rng = np.random.default_rng(0)
-    beyond = [jnp.asarray(rng.normal(size=g.shape), g.dtype) for g in grads]  # gradients of the zeros
+    # gradients of the zeros
+    beyond = [jnp.asarray(rng.normal(size=g.shape), g.dtype) for g in grads]
 
     def call(own, y):
         return queries_and_keys(y, shape, angles, positions, own, None, False, 64)
 
-    found = both(partial(call, True), y, tuple(jnp.concatenate(g, axis=-1) for g in zip(grads, beyond, strict=True)))
+    found = both(
+        partial(call, True),
+        y,
+        tuple(jnp.concatenate(g, axis=-1) for g in zip(grads, beyond, strict=True)),
+    )
     plain = both(partial(call, False), y, grads)
     q, k, dy = exact(y, grads, angles, positions, False)
-    for one, other, wanted in zip(found, plain, (np.pad(q, wide), np.pad(k, wide), dy), strict=True):
+    for one, other, wanted in zip(
+        found, plain, (np.pad(q, wide), np.pad(k, wide), dy), strict=True
+    ):
         assert one.shape == wanted.shape and dense.distance(one, wanted) < 0.003
         other = np.pad(other, wide) if other.ndim == 4 else other
         assert dense.distance(one, wanted) <= 1.01 * dense.distance(other, wanted)
@@ -159,8 +187,12 @@ def test_heads_get_tags_of_their_documents():
     tokens = jnp.zeros((LANES, 40), jnp.int32).at[:, ::7].set(1)
     documents, shape = find_documents(tokens, 1, 6), (LANES, 40, HEADS, 32)
     wide = tuple(jnp.concatenate([g, g], axis=-1) for g in grads)
-    plain = both(lambda y: queries_and_keys(y, shape, angles, positions, True, None, False, 64), y, wide)
-    found = both(lambda y: queries_and_keys(y, shape, angles, positions, True, documents, False, 64), y, wide)
+    plain = both(
+        lambda y: queries_and_keys(y, shape, angles, positions, True, None, False, 64), y, wide
+    )
+    found = both(
+        lambda y: queries_and_keys(y, shape, angles, positions, True, documents, False, 64), y, wide
+    )
     np.testing.assert_array_equal(found[2], plain[2])
     for one, other in zip(found[:2], plain[:2], strict=True):
         np.testing.assert_array_equal(one[..., :32], other[..., :32])
@@ -182,5 +214,8 @@ def test_refuses(shape, count, columns, dtype, words):
     y = jax.ShapeDtypeStruct((*shape[:2], 2 * shape[2] * shape[3]), dtype)
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(
-            lambda y: queries_and_keys(y, shape, frequencies(count), jnp.zeros((shape[1], columns)), True), y
+            lambda y: queries_and_keys(
+                y, shape, frequencies(count), jnp.zeros((shape[1], columns)), True
+            ),
+            y,
         )

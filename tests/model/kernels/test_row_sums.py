@@ -45,7 +45,9 @@ def test_sums_are_exact_but_for_one_rounding(counts, width):
 
 def test_rows_of_no_sum_are_not_read():
     rows, order, starts = example((2, 1, 4), 128)
-    found = sum_rows(jnp.asarray(rows).at[order[3] :].set(np.nan), order, starts[:2], interpret=True)
+    found = sum_rows(
+        jnp.asarray(rows).at[order[3] :].set(np.nan), order, starts[:2], interpret=True
+    )
     assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
@@ -55,7 +57,10 @@ def test_row_adam_changes_the_rows_that_are_named(width):
     arrays, rng = example(counts, width), np.random.default_rng(1)
     table = rng.normal(size=(part, width)).astype(ml_dtypes.bfloat16)
     numbers = np.append(rng.permutation(part)[: len(counts) - 2], [part, part + 7]).astype(np.int32)
-    squares, factors = rng.uniform(size=len(counts)).astype(np.float32), np.array([0.1, 0.3, 1e-10, 0.2], np.float32)
+    squares, factors = (
+        rng.uniform(size=len(counts)).astype(np.float32),
+        np.array([0.1, 0.3, 1e-10, 0.2], np.float32),
+    )
     lists = [jnp.asarray(part) for part in (arrays[0][:40], arrays[0][40:50], arrays[0][50:])]
     given = map(jnp.asarray, (*arrays[1:], numbers, squares, factors, table))
     found, found_squares = row_adam(lists, *given, interpret=True)

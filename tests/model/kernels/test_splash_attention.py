@@ -16,7 +16,9 @@ from .test_fused_attention import BOS, both, exact, lanes, normal
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(attention_backends, "splash", partial(attention_backends.splash, interpret=True))
+    monkeypatch.setattr(
+        attention_backends, "splash", partial(attention_backends.splash, interpret=True)
+    )
 
 
 def compare(tokens, heads, width, window, packed):
@@ -27,7 +29,10 @@ def compare(tokens, heads, width, window, packed):
     @jax.jit
     def run(*arrays):
         documents = find_documents(tokens, BOS) if packed else None
-        return both(partial(attention, scale=scale, documents=documents, window=window, backend="splash"), *arrays)
+        return both(
+            partial(attention, scale=scale, documents=documents, window=window, backend="splash"),
+            *arrays,
+        )
 
     wanted = exact(tokens if packed else np.ones_like(tokens), window, scale, *arrays)
     for name, found, one in zip(("out", "dq", "dk", "dv"), run(*arrays), wanted, strict=True):
@@ -41,10 +46,14 @@ def compare(tokens, heads, width, window, packed):
 @pytest.mark.parametrize(
     ("length", "heads", "width", "window", "packed"),
     [(300, 1, 128, 60, True)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((256, 1, 64, None, True), (20, 2, 16, 7, False))],
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((256, 1, 64, None, True), (20, 2, 16, 7, False))
+    ],
 )
 def test_as_a_backend_in_bfloat16(interpreted, length, heads, width, window, packed):
-    """Documents without ``max_docs``, windows, lanes that are no whole blocks, heads of less than 128 channels."""
+    """Documents without ``max_docs``, windows, lanes that are no whole blocks, heads of less than
+    128 channels."""
     compare(lanes(length, [0, 5, 6, length - 2], [length // 2]), heads, width, window, packed)
 
 
@@ -55,9 +64,11 @@ def test_blocks():
 
 
 def test_blocks_out_of_sight_are_not_visited():
-    """The library's tables of blocks, made of masks that are computed once for each distance to the diagonal."""
+    """The library's tables of blocks, made of masks that are computed once for each distance to the
+    diagonal."""
     kernel = splash_attention._kernel(2048, 2, 300, 256, True)
-    assert kernel.fwd_mask_info.data_next.shape == (1, 8, 3)  # of eight blocks of keys a query sees three
+    # of eight blocks of keys a query sees three
+    assert kernel.fwd_mask_info.data_next.shape == (1, 8, 3)
     assert kernel.dkv_mask_info.data_next.shape == (1, 3, 8)
     assert kernel.fwd_mask_info.partial_mask_blocks is None  # the kernel computes them
     whole = splash_attention._kernel(2048, 2, None, 256, True).fwd_mask_info.block_mask[0]

@@ -1,6 +1,8 @@
-"""Compile recipes at toy size under layouts, on four CPU devices; a process of its own, which XLA may abort.
+"""Compile recipes at toy size under layouts, on four CPU devices; a process of its own, which XLA
+may abort.
 
-``python -m tests.run.compute.compile_layouts RECIPE:DTYPE:LAYOUT ...`` prints each one, and ``ok`` after it.
+``python -m tests.run.compute.compile_layouts RECIPE:DTYPE:LAYOUT ...`` prints each one, and ``ok``
+after it.
 """
 
 import sys
@@ -23,7 +25,9 @@ ENDINGS = ("", "+remat", "+scan", "+remat+scan")
 
 def mesh_for(layout):
     over = set(layouts.find_layout(layout).rules.values()) - {"data"}
-    return make_mesh({"data": 2} | dict.fromkeys(over, 2) if over else {"data": 4}, jax.devices()[:4])
+    return make_mesh(
+        {"data": 2} | dict.fromkeys(over, 2) if over else {"data": 4}, jax.devices()[:4]
+    )
 
 
 def computes(name):
@@ -39,15 +43,20 @@ def toy(name, dtype):
 def compile_one(name, dtype, layout):
     """The last step of the last stage, and an evaluation.
 
-    Endings change how a gradient is computed: with one the evaluation is left out, and the update is the simplest.
+    Endings change how a gradient is computed: with one the evaluation is left out, and the update
+    is the simplest.
     """
     recipe, mesh = toy(name, dtype), mesh_for(layout)
     layouts.check_layout(layout, mesh, recipe)
     if layout in layouts.LAYOUTS:
-        lower_evaluation(recipe, Placement(mesh, layout, device_of(mesh)), recipe.eval_len, 4)[1].compile()
+        lower_evaluation(recipe, Placement(mesh, layout, device_of(mesh)), recipe.eval_len, 4)[
+            1
+        ].compile()
     else:
         recipe = replace(recipe, optimizer=lambda: optax.sgd(0.1))
-    trace_step(recipe, recipe.stages[-1], Placement(mesh, layout, device_of(mesh)), 1).lower().compile()
+    trace_step(
+        recipe, recipe.stages[-1], Placement(mesh, layout, device_of(mesh)), 1
+    ).lower().compile()
 
 
 if __name__ == "__main__":

@@ -21,19 +21,27 @@ def mesh_of(count=0, **axes):
 def batches(recipe, count, seed=0):
     rng = np.random.default_rng(seed)
     lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
-    return [rng.integers(0, 257, size=(recipe.lanes, n + 1), dtype=np.uint16) for n in lengths[:count]]
+    return [
+        rng.integers(0, 257, size=(recipe.lanes, n + 1), dtype=np.uint16) for n in lengths[:count]
+    ]
 
 
 def start(recipe, mesh, layout="zero1", seed=1):
     _, shardings = program.state_shardings(recipe, layout, mesh)
-    return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
+    return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(
+        np.uint32(seed)
+    )
 
 
 def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None, head_chunk=None):
-    """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state, losses)."""
+    """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state,
+    losses)."""
     device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
     at_once = [lanes_at_once and int(lanes_at_once * stage.lane_len) for stage in recipe.stages]
-    numbers = [micro_batches(recipe, stage, mesh, device, n) for stage, n in zip(recipe.stages, at_once, strict=True)]
+    numbers = [
+        micro_batches(recipe, stage, mesh, device, n)
+        for stage, n in zip(recipe.stages, at_once, strict=True)
+    ]
     placement = Placement(mesh, layout, device, micro_batches=tuple(numbers))
 
     @functools.cache
@@ -42,7 +50,9 @@ def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None,
             return program.fit(recipe, placement, number, phase)[0]
         stage = recipe.stages[number]
         return (
-            program.trace_step(recipe, stage, placement, placement.parts[number], phase, head_chunk).lower().compile()
+            program.trace_step(recipe, stage, placement, placement.parts[number], phase, head_chunk)
+            .lower()
+            .compile()
         )
 
     jobs = [

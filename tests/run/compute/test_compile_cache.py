@@ -36,7 +36,8 @@ def entries():
 assert compile_all() == [14, 21, 28]
 whole = entries()
 assert len(whole) == 3
-for name, how in zip(list(whole)[:2], (lambda b: b[: len(b) // 2], lambda b: b[:99] + bytes(99) + b[198:])):
+for name, how in zip(list(whole)[:2], (lambda b: b[: len(b) // 2], lambda b: b[:99] + bytes(99) + \
+b[198:])):
     Path(sys.argv[1], name).write_bytes(how(whole[name]))
 print("damaged", file=sys.stderr)
 assert compile_all() == [14, 21, 28]
@@ -55,13 +56,22 @@ assert not entries()
 def test_damaged_entries_are_replaced_and_nothing_is_half_written(tmp_path):
     variables = {"JSPEED_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TWICE, str(tmp_path / "xla")]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    damaged, mended, full = (done.stderr.splitlines().index(word) for word in ("damaged", "mended", "full"))
+    damaged, mended, full = (
+        done.stderr.splitlines().index(word) for word in ("damaged", "mended", "full")
+    )
     said = done.stderr.splitlines()
     assert len(said[damaged + 1 : mended]) == 1 and full == mended + 1, done.stderr
-    assert all("compiled program 'jit_same_name'" in line and "replaced" in line for line in said[damaged + 1 : mended])
-    assert said[full + 1 :] and all("could not be written" in line for line in said[full + 1 :]), done.stderr
+    assert all(
+        "compiled program 'jit_same_name'" in line and "replaced" in line
+        for line in said[damaged + 1 : mended]
+    )
+    assert said[full + 1 :] and all("could not be written" in line for line in said[full + 1 :]), (
+        done.stderr
+    )
 
 
 @pytest.fixture
@@ -86,13 +96,23 @@ def test_where_programs_cannot_be_kept_one_line_says_so(tmp_path, monkeypatch, s
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "file" / "x"))
     place, least, line = used()
     assert place is None and least == math.inf and line.count("\n") == 1
-    assert line.startswith("note: programs that this run compiles are not kept: the cache folder") and "JSPEED" in line
+    assert (
+        line.startswith("note: programs that this run compiles are not kept: the cache folder")
+        and "JSPEED" in line
+    )
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     place, least, line = used()
-    assert place == str(tmp_path / "cache" / "xla") and least < 1 and not line and os.path.isdir(place)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # read-only: its programs are used, and none is added
+    assert (
+        place == str(tmp_path / "cache" / "xla") and least < 1 and not line and os.path.isdir(place)
+    )
+    # read-only: its programs are used, and none is added
+    monkeypatch.setattr(os, "access", lambda *_: False)
     place, least, line = used()
-    assert place == str(tmp_path / "cache" / "xla") and least == math.inf and "xla is read-only" in line
+    assert (
+        place == str(tmp_path / "cache" / "xla")
+        and least == math.inf
+        and "xla is read-only" in line
+    )
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/xla")  # JAX's own matter
     jax.config.update("jax_compilation_cache_dir", "gs://bucket/xla")
     assert used()[0] == "gs://bucket/xla" and not os.path.exists("gs:")

@@ -1,4 +1,5 @@
-"""Device-dependent settings: micro-batches, kernels, what fits in memory; and which settings are refused."""
+"""Device-dependent settings: micro-batches, kernels, what fits in memory; and which settings are
+refused."""
 
 import dataclasses
 import math
@@ -46,7 +47,8 @@ def cuda(capability, memory=None):
 def test_compute_capability_decides(capability, attention, fp8, monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: None)
     found = device.device_of(cuda(capability, 80_000_000_000))
-    assert (found.attention, found.fp8, found.memory) == (attention, fp8, 76_000_000_000)  # 5 % are left
+    # 5 % are left
+    assert (found.attention, found.fp8, found.memory) == (attention, fp8, 76_000_000_000)
     assert device.device_of(cuda(capability), "xla").attention == "xla"
 
 
@@ -58,7 +60,9 @@ def test_fa4_is_taken_on_hopper_where_it_is_installed(monkeypatch):
 
 def test_fp8_asked_for_where_it_is_missing():
     stage = Stage(steps=1, lane_len=8)
-    missing, native, cpu = (Context(stage, True, fp8=word) for word in ("missing", "native", "emulated"))
+    missing, native, cpu = (
+        Context(stage, True, fp8=word) for word in ("missing", "native", "emulated")
+    )
     with pytest.raises(BadInput, match="no FP8 matmuls"):
         missing.use_fp8("on")
     with pytest.raises(BadInput, match="expected 'auto', 'on' or 'off'"):
@@ -83,16 +87,25 @@ def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
     assert division.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == (8,)
     gpu = device.device_of(cuda("9.0"))
     assert division.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == (8,)
-    assert division.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == (2, 4, 8)
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == (
+        2,
+        4,
+        8,
+    )
 
 
 def test_a_placement_has_the_micro_batches_of_each_stage():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
-    two = dataclasses.replace(recipe, stages=(stage, dataclasses.replace(stage, lane_len=2 * stage.lane_len)))
+    two = dataclasses.replace(
+        recipe, stages=(stage, dataclasses.replace(stage, lane_len=2 * stage.lane_len))
+    )
     assert place(two, mesh, "zero1", dataclasses.replace(cpu, micro_batch=64)).parts == (2, 4)
     asked = place(two, mesh, "zero1", cpu, 32)
-    assert asked.micro_batches == ((4,), (8,)) and place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
+    assert (
+        asked.micro_batches == ((4,), (8,))
+        and place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
+    )
     with pytest.raises(BadInput, match="--micro-batch 16: .*8 lanes of 32"):
         place(two, mesh, "zero1", cpu, 16)
     with pytest.raises(BadInput, match="zero2"):
@@ -101,23 +114,32 @@ def test_a_placement_has_the_micro_batches_of_each_stage():
 
 @pytest.mark.slow
 def test_out_of_memory_is_found_at_compile_with_what_fits():
-    recipe, mesh = find("stdlib", [*TOYS["stdlib"], "LANES=2", "LANE_LEN=256", "LAYERS=1"]).recipe, mesh_of(1)
+    recipe, mesh = (
+        find("stdlib", [*TOYS["stdlib"], "LANES=2", "LANE_LEN=256", "LAYERS=1"]).recipe,
+        mesh_of(1),
+    )
     cpu, stage = device.device_of(mesh), recipe.stages[0]
 
     def needs(parts):
         return compiler.memory_needed(
-            program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), parts).lower().compile()
+            program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), parts)
+            .lower()
+            .compile()
         )
 
     large, small = needs(1), needs(2)
     assert small < large
     tight = dataclasses.replace(cpu, memory=(small + large) // 2)
-    with pytest.raises(BadInput, match="GB a device with 512 tokens at once .*; leave out --micro-batch"):
+    with pytest.raises(
+        BadInput, match="GB a device with 512 tokens at once .*; leave out --micro-batch"
+    ):
         program.fit(recipe, place(recipe, mesh, "zero1", tight, 512), 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
     with pytest.raises(BadInput, match="with 256 tokens at once .*; use more or larger devices"):
-        program.fit(recipe, place(recipe, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256), 0)
+        program.fit(
+            recipe, place(recipe, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256), 0
+        )
 
 
 def test_what_an_evaluation_leaves_on_the_device_is_counted():
@@ -126,7 +148,8 @@ def test_what_an_evaluation_leaves_on_the_device_is_counted():
     placements = [Placement(mesh_of(n), "zero1", device.device_of(mesh_of(n))) for n in (1, 2)]
     one, two = (program.idle_state_bytes(recipe, placement) for placement in placements)
     params = 4 * sum(
-        math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
+        math.prod(p.shape)
+        for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
     )
     assert 0.99 * params < one <= 2.01 * params and two < 0.6 * one
 
@@ -141,8 +164,24 @@ def test_an_evaluation_that_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "data", "data=x", "model=2", "data=0", "data=-1,model=-1", "data=-2", "data=2,data=2", "data=2,pip=2"],
-        *["data=100000000", "data=1000000000000", "data=1024,model=1024,pipe=1024", "data=²", "data=1_0"],
+        *[
+            "",
+            "data",
+            "data=x",
+            "model=2",
+            "data=0",
+            "data=-1,model=-1",
+            "data=-2",
+            "data=2,data=2",
+            "data=2,pip=2",
+        ],
+        *[
+            "data=100000000",
+            "data=1000000000000",
+            "data=1024,model=1024,pipe=1024",
+            "data=²",
+            "data=1_0",
+        ],
     ],
 )
 def test_refuses_mesh_text(text):
@@ -152,14 +191,23 @@ def test_refuses_mesh_text(text):
 
 def test_a_process_is_not_asked_for_more_cpu_devices_than_it_can_have(monkeypatch):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    with pytest.raises(BadInput, match="--mesh data=500,model=2 asks for 1000 devices of one process; give at most"):
+    with pytest.raises(
+        BadInput, match="--mesh data=500,model=2 asks for 1000 devices of one process; give at most"
+    ):
         request_cpu_devices(parse_mesh("data=500,model=2"))
 
 
 def test_attention_backends_are_those_of_the_devices():
     assert device.device_of(cuda("9.0"), "cudnn").attention == "cudnn"
-    for mesh, backend in [(mesh_of(1), "nope"), (mesh_of(1), "cudnn"), (mesh_of(1), ""), (cuda("9.0"), "splash")]:
-        with pytest.raises(BadInput, match=f"--attention {backend}: on .* devices the backends are xla"):
+    for mesh, backend in [
+        (mesh_of(1), "nope"),
+        (mesh_of(1), "cudnn"),
+        (mesh_of(1), ""),
+        (cuda("9.0"), "splash"),
+    ]:
+        with pytest.raises(
+            BadInput, match=f"--attention {backend}: on .* devices the backends are xla"
+        ):
             device.device_of(mesh, backend)
 
 
@@ -172,8 +220,12 @@ def test_mesh_fills_minus_one_and_counts_devices():
 def test_refuses_a_layout_and_says_why():
     with pytest.raises(BadInput, match="--layout zero2 is unknown \\(did you mean 'zero1'"):
         check_layout("zero2", mesh_of(2), find("stdlib", TOYS["stdlib"]).recipe)
-    with pytest.raises(BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"):
-        check_layout("zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe)
+    with pytest.raises(
+        BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"
+    ):
+        check_layout(
+            "zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,24 +253,36 @@ def other(platform, **attributes):
 @pytest.mark.parametrize(
     ("mesh", "note"),
     [
-        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "unknown device kind"),
+        (
+            other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"),
+            "unknown device kind",
+        ),
         (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is an unknown device kind"),
     ],
 )
 def test_a_device_that_is_not_known_gets_the_plain_path_and_a_note(mesh, note):
     found = device.device_of(mesh)
-    assert (found.attention, found.fp8, found.fallbacks) == ("xla", "missing", ()) and note in found.note
+    assert (found.attention, found.fp8, found.fallbacks) == (
+        "xla",
+        "missing",
+        (),
+    ) and note in found.note
     assert device.device_of(mesh, "xla").attention == "xla"
     with pytest.raises(BadInput, match=r"the backends are xla"):
         device.device_of(mesh, "cudnn")
 
 
 def test_a_tpu_gets_splash_attention_then_xla():
-    mesh = other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000})
+    mesh = other(
+        "tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000}
+    )
     found = device.device_of(mesh, recipe=find("r29", TOYS["r29"]).recipe)
     assert (found.attention, found.fallbacks, found.fp8) == ("splash", ("xla",), "missing")
     assert found.note.startswith("TPU v5 lite: splash attention, no FP8") and not found.asked
-    assert device.device_of(mesh, "splash").fallbacks == () and device.device_of(mesh, "xla").attention == "xla"
+    assert (
+        device.device_of(mesh, "splash").fallbacks == ()
+        and device.device_of(mesh, "xla").attention == "xla"
+    )
     with pytest.raises(BadInput, match="on tpu devices the backends are splash, xla"):
         device.device_of(mesh, "cudnn")
 
@@ -253,7 +317,8 @@ def test_flags_of_the_user_s_go_before_options_for_gpus(monkeypatch):
 def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
     """Its words are those of libtpu 0.0.42 for a v5e."""
     words = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (53.65G) exceeds"
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+        " temporaries (53.65G) exceeds"
     )
     tpu = device.Device("tpu", "splash", "missing", 512, memory=16 * 10**9)
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
@@ -271,7 +336,11 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
     monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tpu), 0)[1] == 4
     with pytest.raises(
-        BadInput, match="needs 57.6 GB a device with 128 tokens at once and there are 16.0 GB; leave out --micro-batch"
+        BadInput,
+        match=(
+            "needs 57.6 GB a device with 128 tokens at once and there are 16.0 GB; leave out"
+            " --micro-batch"
+        ),
     ):
         program.fit(recipe, place(recipe, mesh, "zero1", tpu, 128), 0)
     with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
@@ -283,7 +352,9 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
 def test_memory_decides_the_first_micro_batch():
     assert device.micro_batch_of(None) == device.micro_batch_of(64 * 10**9) == 65_536
     assert device.micro_batch_of(18 * 10**9) == 20_000  # three quarters of 24 GB
-    tpu = other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000})
+    tpu = other(
+        "tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000}
+    )
     assert device.device_of(tpu).micro_batch == 17_777
 
 
@@ -301,7 +372,8 @@ def test_the_chain_of_backends(capability, without_documents, with_documents, mo
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     for name, chain in {"track3": without_documents, "r29": with_documents}.items():
         toy = find(name, TOYS[name]).recipe
-        for heads, expected in {1: chain, 2: chain.replace("triton ", "")}.items():  # of 64 and of 32 channels
+        # of 64 and of 32 channels
+        for heads, expected in {1: chain, 2: chain.replace("triton ", "")}.items():
             recipe = dataclasses.replace(toy, attention_width=64, heads=heads)
             found = device.device_of(cuda(capability), recipe=recipe)
             assert " ".join((found.attention, *found.fallbacks)) == expected
@@ -309,7 +381,12 @@ def test_the_chain_of_backends(capability, without_documents, with_documents, mo
 
 @pytest.mark.parametrize(
     ("asked", "there", "used"),
-    [("auto", {"MLP"}, True), ("auto", {"XSA"}, False), ("auto", (), False), ("off", {"MLP"}, False)],
+    [
+        ("auto", {"MLP"}, True),
+        ("auto", {"XSA"}, False),
+        ("auto", (), False),
+        ("off", {"MLP"}, False),
+    ],
 )
 def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
     stage = find("stdlib", trace=False).recipe.stages[0]
@@ -321,8 +398,12 @@ def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
 def test_own_kernels_that_were_asked_for_and_do_not_run_are_a_sentence():
     stage = find("stdlib", trace=False).recipe.stages[0]
     assert Context(stage, training=True, own_kernels=OWN_KERNELS).use_own_kernel("on", "MLP")
-    assert not Context(stage, training=True).use_own_kernel("on", "MLP")  # a recipe is read before devices are known
-    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but these devices do not run jspeed's own kernels"):
+    # a recipe is read before devices are known
+    assert not Context(stage, training=True).use_own_kernel("on", "MLP")
+    with pytest.raises(
+        BadInput,
+        match="field OWN_KERNELS is 'on' but these devices do not run jspeed's own kernels",
+    ):
         Context(stage, training=True, own_kernels=frozenset()).use_own_kernel("on", "MLP")
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'yes'; expected"):
         Context(stage, training=True, own_kernels=OWN_KERNELS).use_own_kernel("yes", "MLP")

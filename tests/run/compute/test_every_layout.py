@@ -15,8 +15,8 @@ from .compile_layouts import DTYPES, ENDINGS, computes, mesh_for, toy
 
 ROOT = Path(__file__).parents[3]
 EVERY = [base + ending for base in LAYOUTS for ending in ENDINGS]
-# At toy size they are llmc, fineweb-cpu and nanogpt to the letter (tests/test_recipe.py), but for constants of updates;
-# r89 and r92 are jspeed2 and jspeed3 but for the loss.
+# At toy size they are llmc, fineweb-cpu and nanogpt to the letter (tests/test_recipe.py), but for
+# constants of updates; r89 and r92 are jspeed2 and jspeed3 but for the loss.
 SAME = ("gpt2", "tinystories", "nanogpt-cpu", "r89", "r92")
 NAMES = [name for name in known_recipes() if name not in SAME]
 ENDED = ("nanogpt", "track3")  # with dropout and without
@@ -29,7 +29,8 @@ def small_arrays_are_sharded(monkeypatch):
 
 
 def compiled(cases):
-    """Compile in another process, and fail with the case at which it ended: XLA ends a process by SIGABRT."""
+    """Compile in another process, and fail with the case at which it ended: XLA ends a process by
+    SIGABRT."""
     command = [sys.executable, "-m", "tests.run.compute.compile_layouts", *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     last = (done.stdout.splitlines() or ["nothing"])[-1]
@@ -38,7 +39,8 @@ def compiled(cases):
 
 
 def taken(name, dtype):
-    """The layouts that check_layout lets through at toy size, where two devices divide heads and layers."""
+    """The layouts that check_layout lets through at toy size, where two devices divide heads and
+    layers."""
     recipe, found = toy(name, dtype), []
     for layout in EVERY:
         try:
@@ -53,9 +55,11 @@ def taken(name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_one_that_is_taken_compiles(name):
-    """Endings change how a gradient is computed, of any recipe alike: of some, each alone under dp, all elsewhere.
+    """Endings change how a gradient is computed, of any recipe alike: of some, each alone under dp,
+    all elsewhere.
 
-    A recipe's dtypes take turns, and not all begin with the same one, so that each layout meets each of them.
+    A recipe's dtypes take turns, and not all begin with the same one, so that each layout meets
+    each of them.
     """
     dtypes, turn = computes(name), len(name)
     ends = [*(base + ENDINGS[-1] for base in LAYOUTS), *("dp" + ending for ending in ENDINGS[1:-1])]
@@ -71,6 +75,8 @@ def test_a_layout_and_its_endings_are_taken_if_each_is(name):
     found = taken(name, DTYPES[0])
     assert "zero1" in found
     for layout in EVERY:
-        base = next(base for base in sorted(LAYOUTS, key=len, reverse=True) if layout.startswith(base))
+        base = next(
+            base for base in sorted(LAYOUTS, key=len, reverse=True) if layout.startswith(base)
+        )
         endings = [f"dp+{ending}" for ending in layout.removeprefix(base).split("+")[1:]]
         assert (layout in found) == all(each in found for each in [base, *endings]), layout

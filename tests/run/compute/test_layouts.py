@@ -1,4 +1,5 @@
-"""Every sharding layout gives the same losses and gradients; shapes per device; unsupported layouts are refused."""
+"""Every sharding layout gives the same losses and gradients; shapes per device; unsupported layouts
+are refused."""
 
 import functools
 import io
@@ -47,10 +48,14 @@ WAYS = {  # layout, mesh, lanes a device takes at once
 SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
 CASES = [("track3", SOME[0])]
 CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != SOME[0]]
-OTHERS = ("microgpt-names", "fineweb-cpu")  # norms of another kind, and a head of which a sample is scored
+# norms of another kind, and a head of which a sample is scored
+OTHERS = ("microgpt-names", "fineweb-cpu")
 CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in OTHERS for way in SOME]
 # The only one with dropout, whose masks must be the same.
-CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (SOME[0], "tp+scan", "pp+remat+scan")]
+CASES += [
+    pytest.param("nanogpt", way, marks=pytest.mark.slow)
+    for way in (SOME[0], "tp+scan", "pp+remat+scan")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +85,12 @@ def test_every_layout_gives_the_losses_of_one_device(name, way):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "model")])
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "model")]
+)
 def test_bf16_gradients_are_summed_on_a_mesh_that_xla_partitions_too(spec):
-    """XLA for CPUs turns bf16 sums into fp32, and aborts the process where JAX left a constraint in the sum."""
+    """XLA for CPUs turns bf16 sums into fp32, and aborts the process where JAX left a constraint in
+    the sum."""
     mesh, gradient = mesh_of(data=2, model=2), jnp.arange(16, dtype=jnp.bfloat16).reshape(4, 4)
     rows = rows_only(spec)
     reduce = jax.shard_map(
@@ -97,10 +105,13 @@ def test_bf16_gradients_are_summed_on_a_mesh_that_xla_partitions_too(spec):
 
 
 def keep():
-    """An optimizer that keeps the gradient and its norm, and no more; weights are drawn so that none of it is 0."""
+    """An optimizer that keeps the gradient and its norm, and no more; weights are drawn so that
+    none of it is 0."""
 
     def drawn(params):
-        weights = jax.tree.map(lambda p: 0.02 * jax.random.normal(jax.random.key(p.size), p.shape), params)
+        weights = jax.tree.map(
+            lambda p: 0.02 * jax.random.normal(jax.random.key(p.size), p.shape), params
+        )
         return {"gradient": weights, "norm": jnp.zeros(())}
 
     def update(grads, state, params):
@@ -132,20 +143,26 @@ def test_gradients_and_their_norm_are_those_of_one_device(way):
         norm = np.linalg.norm(gradient)
         assert norm > 0, name
         assert np.linalg.norm(found["gradient"][name] - gradient) < 1e-5 * norm, name
-    norm = sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in expected["gradient"].values()) ** 0.5
+    norm = (
+        sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in expected["gradient"].values())
+        ** 0.5
+    )
     assert float(found["norm"]) == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["remat", "scan"])
 def test_remat_and_a_loop_over_layers_change_nothing(more):
-    """To 1e-6 at one step, where nothing else differs (seen: 1.1e-7); between meshes sums are in another order."""
+    """To 1e-6 at one step, where nothing else differs (seen: 1.1e-7); between meshes sums are in
+    another order."""
     sets = ["LAYERS=2"]
     expected, plain = kept_on_one_device(*sets)
     loss, other = kept(f"dp+{more}", {"data": 1}, 16, *sets)
     assert abs(loss - expected) <= 1e-6
     for name, gradient in plain["gradient"].items():
-        assert np.linalg.norm(other["gradient"][name] - gradient) <= 1e-6 * np.linalg.norm(gradient), name
+        assert np.linalg.norm(other["gradient"][name] - gradient) <= 1e-6 * np.linalg.norm(
+            gradient
+        ), name
 
 
 def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
@@ -162,7 +179,9 @@ def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
         jax.jit(lambda x: x + 1)(np.zeros(3))
         assert any("Compiling" in message for message in caplog.messages)
     cut = 0
-    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(asked), strict=True):
+    for (path, leaf), sharding in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(asked), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), path
         cut += not sharding.is_fully_replicated
     assert cut > 20
@@ -180,10 +199,13 @@ def test_replicas_stay_equal_to_the_bit(monkeypatch):
         assert all(np.array_equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize(("layout", "size"), [("dp", 139_264), ("fsdp", 40_960), ("tp", 73_728), ("fsdp+tp", 24_576)])
+@pytest.mark.parametrize(
+    ("layout", "size"), [("dp", 139_264), ("fsdp", 40_960), ("tp", 73_728), ("fsdp+tp", 24_576)]
+)
 def test_bytes_of_a_device_are_those_computed_by_hand(layout, size):
-    """Matrices 64 x 256 and 256 x 64 and 128 rows of 64 in fp32 on a 4 x 2 mesh: rows are 32 x 64 x 4 = 8,192 B, the
-    matrices 131,072 B, of which a device holds all, a quarter, a half and an eighth."""
+    """Matrices 64 x 256 and 256 x 64 and 128 rows of 64 in fp32 on a 4 x 2 mesh: rows are 32 x 64 x
+    4 = 8,192 B, the matrices 131,072 B, of which a device holds all, a quarter, a half and an
+    eighth."""
     mesh = mesh_of(data=4, model=2)
     zeros = jax.nn.initializers.zeros
     table = {
@@ -193,7 +215,8 @@ def test_bytes_of_a_device_are_those_computed_by_hand(layout, size):
     cuts = layouts.partitions(table, layout, mesh)
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, cut))
-        for shape, cut in [(table[n].shape, cuts[n]) for n in table] + [((128, 64), PartitionSpec("data"))]
+        for shape, cut in [(table[n].shape, cuts[n]) for n in table]
+        + [((128, 64), PartitionSpec("data"))]
     ]
     compiled = jax.jit(lambda up, down, x: x @ up[0] @ down[0]).lower(*arguments).compile()
     assert compiled.memory_analysis().argument_size_in_bytes == size
@@ -203,7 +226,11 @@ def test_a_loop_over_layers_is_one_program_for_any_number():
     def size(layers, layout):
         recipe, mesh = toy("track3", f"LAYERS={layers}"), mesh_of(1)
         return len(
-            program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1).lower().as_text()
+            program.trace_step(
+                recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1
+            )
+            .lower()
+            .as_text()
         )
 
     three = size(3, "dp+scan")
@@ -212,15 +239,26 @@ def test_a_loop_over_layers_is_one_program_for_any_number():
 
 @pytest.mark.slow
 def test_remat_takes_less_memory_and_more_flops():
-    """A block's forward pass once more, a third of what it costs, and no head: 10 to 40 % more FLOPs.
+    """A block's forward pass once more, a third of what it costs, and no head: 10 to 40 % more
+    FLOPs.
 
-    Memory is compared in a loop over layers: of layers in a row XLA's CPU compiler recomputes all before the gradient
-    of the first, and FLOPs in a row, since those of a loop are counted once.
+    Memory is compared in a loop over layers: of layers in a row XLA's CPU compiler recomputes all
+    before the gradient of the first, and FLOPs in a row, since those of a loop are counted once.
     """
-    sets = [*TOYS["llmc"], "LAYERS=6", "LANES=16", "LANE_LEN=32", "EVAL_LEN=32", "WIDTH=64", "MLP_WIDTH=256"]
+    sets = [
+        *TOYS["llmc"],
+        "LAYERS=6",
+        "LANES=16",
+        "LANE_LEN=32",
+        "EVAL_LEN=32",
+        "WIDTH=64",
+        "MLP_WIDTH=256",
+    ]
     recipe, mesh = find("llmc", sets).recipe, mesh_of(1)
     rows, rows_again, loop, loop_again = (
-        program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1).lower().compile()
+        program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1)
+        .lower()
+        .compile()
         for layout in ("dp", "dp+remat", "dp+scan", "dp+remat+scan")
     )
     memory = [step.memory_analysis().temp_size_in_bytes for step in (loop, loop_again)]
@@ -242,7 +280,12 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
     [
         ("zero", {"data": 8}, "track3", "--layout zero is unknown (did you mean 'zero1'?)"),
         ("tp", {"data": 8}, "track3", "shards over mesh axis 'model', and the mesh is {'data': 8}"),
-        ("zero1", {"data": 4, "model": 2}, "track3", "the mesh axis 'model' of size 2 would repeat the same work"),
+        (
+            "zero1",
+            {"data": 4, "model": 2},
+            "track3",
+            "the mesh axis 'model' of size 2 would repeat the same work",
+        ),
         ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),
         ("pp", {"data": 4, "pipe": 2}, "r29", "the layers of recipe r29 are not alike"),
         ("zero1+remat", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
@@ -253,8 +296,18 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
             "track3",
             "known layouts: dp, zero1, fsdp, tp, fsdp+tp, pp, and each with +remat or",
         ),
-        ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided over 8 stages"),
-        ("tp", {"data": 1, "model": 8}, "track3", "recipe track3: attention has 4 heads, which 8 devices cannot share"),
+        (
+            "pp",
+            {"data": 1, "pipe": 8},
+            "track3",
+            "4 layers of recipe track3 cannot be divided over 8 stages",
+        ),
+        (
+            "tp",
+            {"data": 1, "model": 8},
+            "track3",
+            "recipe track3: attention has 4 heads, which 8 devices cannot share",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(layout, axes, name, says):
@@ -277,24 +330,46 @@ def test_a_block_that_changes_what_it_was_given_cannot_be_a_loop(layout):
 
     def loss(params, tokens_BT, *rest):
         x_BTD = params["embed"][tokens_BT]
-        total = jnp.sum(rest[-1].blocks(lambda p, x: x.astype("bfloat16"), recipe.parameters, 4, params, x_BTD))
+        total = jnp.sum(
+            rest[-1].blocks(lambda p, x: x.astype("bfloat16"), recipe.parameters, 4, params, x_BTD)
+        )
         return total, tokens_BT.astype("float32")
 
-    mesh, own = mesh_of(**{"data": 2, "pipe": 2} if layout == "pp" else {"data": 2}), replace(recipe, loss=loss)
+    mesh, own = (
+        mesh_of(**{"data": 2, "pipe": 2} if layout == "pp" else {"data": 2}),
+        replace(recipe, loss=loss),
+    )
     if layout == "dp":
         layouts.check_layout(layout, mesh, own)
         return
-    with pytest.raises(BadInput, match="a block of recipe stdlib must return what it was given in the same shapes"):
+    with pytest.raises(
+        BadInput, match="a block of recipe stdlib must return what it was given in the same shapes"
+    ):
         layouts.check_layout(layout, mesh, own)
 
 
 def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
-    rows = {row[0]: row for row in describe.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
-    assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", 8192, "")
+    rows = {
+        row[0]: row
+        for row in describe.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))
+    }
+    assert rows["attention"] == (
+        "attention",
+        "16x32x32",
+        "model/data heads/model",
+        "16x8x16",
+        8192,
+        "",
+    )
     assert rows["down_bias"][2:] == ("whole", "4x32", 512, "no axis that fsdp+tp shards")
     assert rows["embed"][2:5] == ("model/data", "272x8", 8704)
-    odd = {row[0]: row for row in describe.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
+    odd = {
+        row[0]: row
+        for row in describe.describe_layout(
+            toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2)
+        )
+    }
     assert odd["head"][2:] == ("whole", "259x32", 33_152, "vocab 259 does not divide by 2")
     monkeypatch.setattr(layouts, "SMALL", 10**6)
     small = {row[0]: row for row in describe.describe_layout(toy("track3"), "zero1", mesh_of(8))}
@@ -321,7 +396,9 @@ def test_what_stays_whole_has_a_reason(name, layout, axes, why):
 
 
 def test_gpt2_shards_queries_keys_and_values_by_heads():
-    rows = {row[0]: row for row in describe.describe_layout(toy("gpt2"), "tp", mesh_of(data=2, model=2))}
+    rows = {
+        row[0]: row for row in describe.describe_layout(toy("gpt2"), "tp", mesh_of(data=2, model=2))
+    }
     assert rows["qkv"][2:] == ("heads/model", "4x32x3x16", 24_576, "")
 
 
@@ -334,7 +411,9 @@ def test_the_table_cuts_nothing_in_a_pipe():
     console = Console(file=io.StringIO(), width=60)
     layout_table(console, toy("gpt2"), placed("tp", data=2, model=2))
     said = console.file.getvalue()
-    assert "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
+    assert (
+        "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
+    )
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
@@ -347,7 +426,8 @@ def test_the_table_wraps_on_a_narrow_terminal(width, term):
         layout_table(one, toy("gpt2"), placed("tp", data=2, model=2))
     lines, (title, *rows) = console.file.getvalue().splitlines(), wide.file.getvalue().splitlines()
     assert max(map(len, lines[1:])) <= width and lines[0] == title
-    assert sorted("".join(lines[1:]).replace(" ", "")) == sorted("".join(rows).replace(" ", ""))  # every character
+    # every character
+    assert sorted("".join(lines[1:]).replace(" ", "")) == sorted("".join(rows).replace(" ", ""))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -358,7 +438,9 @@ def test_tiles_are_not_cut(terminal):
     assert "…" not in said and all(str(n) in said for n in range(8))
 
 
-@pytest.mark.parametrize(("layout", "axes"), [("fsdp+tp", {"data": 4, "model": 2}), ("zero1", {"data": 8})])
+@pytest.mark.parametrize(
+    ("layout", "axes"), [("fsdp+tp", {"data": 4, "model": 2}), ("zero1", {"data": 8})]
+)
 def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
     recipe, mesh = toy("llmc"), mesh_of(**axes)
@@ -366,7 +448,10 @@ def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch)
     state = start(recipe, mesh, layout)
     for device in mesh.devices.flat:
         parts = [
-            s.data.nbytes for a in jax.tree.leaves(state["params"]) for s in a.addressable_shards if s.device == device
+            s.data.nbytes
+            for a in jax.tree.leaves(state["params"])
+            for s in a.addressable_shards
+            if s.device == device
         ]
         assert sum(parts) == total
     console = Console(file=io.StringIO(), width=200)
@@ -376,12 +461,17 @@ def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch)
 
 def test_tiles_name_the_devices_that_hold_them():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    both, columns = (NamedSharding(mesh, cut) for cut in (PartitionSpec("x", "y"), PartitionSpec("y")))
+    both, columns = (
+        NamedSharding(mesh, cut) for cut in (PartitionSpec("x", "y"), PartitionSpec("y"))
+    )
     assert describe.tiles((4, 8), both) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     assert describe.tiles((8,), columns) == [["0,4", "1,5", "2,6", "3,7"]]
     assert describe.tiles((8, 4, 2), columns) == [["0,4", "1,5", "2,6", "3,7"]]
     assert describe.tiles((4, 8), NamedSharding(mesh, PartitionSpec())) == [["0,1,2,3,4,5,6,7"]]
-    assert describe.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == ["3", "7"]
+    assert describe.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == [
+        "3",
+        "7",
+    ]
     console, placement = Console(file=io.StringIO(), width=200), placed("fsdp+tp", data=4, model=2)
     tile_table(console, toy("track3"), placement, "mlp")
     said = console.file.getvalue()

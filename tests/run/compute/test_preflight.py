@@ -47,7 +47,9 @@ def with_cudnn(fallbacks=("xla",), **rest):
 
 def by_xla(q, k, v, *, scale, offsets_BO, window, longest=None, gradient_window=None):
     """What cuDNN is told, computed by the plain backend."""
-    starts = jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
+    starts = (
+        jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
+    )
     windows = {"window": window, "gradient_window": gradient_window}
     return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), **windows)
 
@@ -57,20 +59,32 @@ def a_percent_off(x):
 
 
 def refuses(*_, **__):
-    raise attention_backends.Refused("attention backend 'cudnn' cannot do this here (a test); choose another backend")
+    raise attention_backends.Refused(
+        "attention backend 'cudnn' cannot do this here (a test); choose another backend"
+    )
 
 
 BROKEN = {
     "raises": (refuses, "Refused: attention backend 'cudnn' cannot do this here"),
-    "NaN": (lambda *a, **k: by_xla(*a, **k).at[1, 3].set(jnp.nan), "the output is not a number somewhere"),
+    "NaN": (
+        lambda *a, **k: by_xla(*a, **k).at[1, 3].set(jnp.nan),
+        "the output is not a number somewhere",
+    ),
     "1 % off": (lambda *a, **k: a_percent_off(by_xla(*a, **k)), "the output is off by 1.0"),
-    "1 % off in one gradient": (lambda q, *a, **k: by_xla(q, *a, **k) + 0.1 * (q - jax.lax.stop_gradient(q)), "dq is"),
+    "1 % off in one gradient": (
+        lambda q, *a, **k: by_xla(q, *a, **k) + 0.1 * (q - jax.lax.stop_gradient(q)),
+        "dq is",
+    ),
     "no window": (lambda *a, **k: by_xla(*a, **k | {"window": None}), "the output is off by"),
 }
 
 
 @pytest.mark.parametrize(
-    "broken", [pytest.param(b, marks=pytest.mark.slow if b in ("1 % off", "no window") else ()) for b in BROKEN]
+    "broken",
+    [
+        pytest.param(b, marks=pytest.mark.slow if b in ("1 % off", "no window") else ())
+        for b in BROKEN
+    ],
 )
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
@@ -80,9 +94,13 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
     assert reason in line and line.endswith("attention by xla")
-    assert found.record()["refused"] == [line.removeprefix("preflight: ").removesuffix("; attention by xla")]
+    assert found.record()["refused"] == [
+        line.removeprefix("preflight: ").removesuffix("; attention by xla")
+    ]
     with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
-        preflight.preflight(RECIPE, on(one_device(), with_cudnn((), asked=True)), {"FP8": "auto"}, said)
+        preflight.preflight(
+            RECIPE, on(one_device(), with_cudnn((), asked=True)), {"FP8": "auto"}, said
+        )
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
@@ -93,16 +111,20 @@ def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
     found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
     assert (
-        found.device.attention == "xla" and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
+        found.device.attention == "xla"
+        and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
     )
     interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
     monkeypatch.setattr(attention_backends, backend, interpreted)
     found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
-    assert found.device.attention == backend and found.checks == (f"attention {backend}, packed, heads of 64",)
+    assert found.device.attention == backend and found.checks == (
+        f"attention {backend}, packed, heads of 64",
+    )
 
 
 def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
-    """cuDNN is asked for both: as evaluation may have to call it, and as training does, told the longest document."""
+    """cuDNN is asked for both: as evaluation may have to call it, and as training does, told the
+    longest document."""
 
     def wrong_rows(*qkv, longest=None, **rest):
         out = by_xla(*qkv, **rest)
@@ -112,13 +134,20 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
         return by_xla(*qkv, **rest)
 
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    for wrong, words in ((full_gradients, "dq is off by"), (wrong_rows, "the output is off by 1.0")):
+    for wrong, words in (
+        (full_gradients, "dq is off by"),
+        (wrong_rows, "the output is off by 1.0"),
+    ):
         monkeypatch.setattr(attention_backends, "cudnn", wrong)
-        found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said)
+        found = preflight.preflight(
+            RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said
+        )
         assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
         assert found.refused[0].startswith(f"attention cudnn: {words}")
     found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), {}, said)
-    assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
+    assert found.device.attention == "cudnn" and found.checks == (
+        "attention cudnn, packed, heads of 128",
+    )
 
 
 @pytest.mark.parametrize("off", [False, True])
@@ -137,7 +166,10 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
     kinds = ["packed", "packed, a longest document"]
     checks = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "own kernel XSA"]
     if not off:
-        checks += ["own kernel queries and keys", "attention cudnn, packed, documents tagged, heads of 128"]
+        checks += [
+            "own kernel queries and keys",
+            "attention cudnn, packed, documents tagged, heads of 128",
+        ]
     assert found.checks == tuple(checks)
     assert found.device.own_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
     assert ("own kernel queries and keys: the output is off by 1.0" in said.file.getvalue()) == off
@@ -145,23 +177,33 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
-    with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
+    with pytest.raises(
+        BadInput,
+        match="no attention backend works on these devices: attention cudnn: .*; attention x",
+    ):
         preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {}, said)
 
 
 def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
     native = device.Device("gpu", "xla", "native", 512)
     found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
-    assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
+    assert (
+        found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
+    )
     right = fp8.matmul
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
     found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
     assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
-    with pytest.raises(BadInput, match="field FP8 is 'on' but the preflight refuses FP8 matmuls: the output is off"):
+    with pytest.raises(
+        BadInput, match="field FP8 is 'on' but the preflight refuses FP8 matmuls: the output is off"
+    ):
         preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "on"}, said)
-    assert preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8 == "native"
+    assert (
+        preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8
+        == "native"
+    )
 
 
 OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"composed heads", "XSA"}))
@@ -178,24 +220,39 @@ def own_kernels(monkeypatch):
 @pytest.mark.slow
 def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device == OWN and found.checks[-2:] == ("own kernel XSA", "own kernel composed heads")
+    assert found.device == OWN and found.checks[-2:] == (
+        "own kernel XSA",
+        "own kernel composed heads",
+    )
     assert not said.file.getvalue()
     right = composed_heads.compose
     monkeypatch.setattr(composed_heads, "compose", lambda *a, **k: a_percent_off(right(*a, **k)))
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device.own_kernels == {"XSA"} and found.checks[-1] == "own kernel XSA" and found.record()["own"]
+    assert (
+        found.device.own_kernels == {"XSA"}
+        and found.checks[-1] == "own kernel XSA"
+        and found.record()["own"]
+    )
     [line] = said.file.getvalue().splitlines()
     assert "own kernel composed heads: output, result 1, is off by " in line
     assert line.endswith("attention by xla; XLA's instead of own kernel composed heads")
-    with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but the preflight refuses own kernel composed heads: outp"):
+    with pytest.raises(
+        BadInput,
+        match="OWN_KERNELS is 'on' but the preflight refuses own kernel composed heads: outp",
+    ):
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
-    assert preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks == found.checks[:-1]
+    assert (
+        preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks
+        == found.checks[:-1]
+    )
 
 
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
     def compile_program(recipe, placement, rows):
         if placement.device.own_kernels:
-            raise attention_backends.Refused("composed-heads kernel: window must be 1 to 129 tokens")
+            raise attention_backends.Refused(
+                "composed-heads kernel: window must be 1 to 129 tokens"
+            )
         return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
@@ -203,23 +260,27 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
     _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
-    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"):
+    with pytest.raises(
+        BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"
+    ):
         preflight.compile_or_fall_back(RECIPE, start, 1, {"OWN_KERNELS": "on"}, said)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
     mesh = one_device()
-    assert preflight.preflight(RECIPE, on(mesh, device.device_of(mesh)), {"FP8": "auto"}, said) == preflight.Preflight(
-        on(mesh, device.device_of(mesh))
-    )
+    assert preflight.preflight(
+        RECIPE, on(mesh, device.device_of(mesh)), {"FP8": "auto"}, said
+    ) == preflight.Preflight(on(mesh, device.device_of(mesh)))
 
 
 def test_checks_are_made_in_every_run(said, monkeypatch):
     calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
     monkeypatch.setattr(preflight_checks, "collectives_error", lambda mesh: calls.append(1))
     for _ in range(2):
-        found = preflight.preflight(RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), {}, said)
+        found = preflight.preflight(
+            RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), {}, said
+        )
         assert found.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
     assert len(calls) == 2
 
@@ -241,7 +302,9 @@ def test_float64_reference_is_that_of_the_attention_tests(near):
     tokens = np.zeros((2, 40), int)
     tokens[0, [1, 30]] = 1
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
-    found = preflight_checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7, near)
+    found = preflight_checks.attention_in_float64(
+        q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7, near
+    )
     seen, t = dense.mask(tokens, 1, 7), np.arange(40)
     of_near = t[:, None] - t < (near or 40)
     wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g, of_near)
@@ -259,13 +322,17 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     start = preflight.Preflight(on(one_device(), with_cudnn()))
     program, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert program.attention == found.device.attention == "xla"
-    assert "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla" in (
-        said.file.getvalue()
+    assert (
+        "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla"
+        in (said.file.getvalue())
     )
-    # The next one is checked as the first one was, unless nothing is (--no-preflight): no test leaves cuDNN's name.
+    # The next one is checked as the first one was, unless nothing is (--no-preflight): no test
+    # leaves cuDNN's name.
     assert not found.checks
     before = preflight.Preflight(
-        on(one_device(), with_cudnn()), ("attention cudnn, packed, heads of 32", "FP8 matmuls"), ("FP8: x",)
+        on(one_device(), with_cudnn()),
+        ("attention cudnn, packed, heads of 32", "FP8 matmuls"),
+        ("FP8: x",),
     )
     _, found = preflight.compile_or_fall_back(RECIPE, before, 1, {}, said)
     assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
@@ -273,9 +340,13 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("fa4", "xla"))))
     monkeypatch.setattr(attention_backends, "fa4", refuses)
     _, found = preflight.compile_or_fall_back(RECIPE, three, 1, {}, said)
-    assert found.device.attention == "xla" and found.refused[-1].startswith("attention fa4: Refused")
+    assert found.device.attention == "xla" and found.refused[-1].startswith(
+        "attention fa4: Refused"
+    )
     asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
-    with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
+    with pytest.raises(
+        BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"
+    ):
         preflight.compile_or_fall_back(RECIPE, asked, 1, {}, said)
 
 
@@ -290,22 +361,32 @@ def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, m
     step = jax.jit(jnp.sin).lower(1.0).compile()
     both, left = types.SimpleNamespace(compiled=[step, step]), list(found)
     monkeypatch.setattr(preflight, "custom_calls", lambda step: left.pop(0))
-    before = preflight.Preflight(on(one_device(), device.Device("gpu", "cudnn", "native", 512)), ("FP8 matmuls",))
+    before = preflight.Preflight(
+        on(one_device(), device.Device("gpu", "cudnn", "native", 512)), ("FP8 matmuls",)
+    )
     lost = NO_F8 in found and field in ("auto", "on")
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
     if lost and field == "on":
-        with pytest.raises(BadInput, match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8="):
+        with pytest.raises(
+            BadInput,
+            match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8=",
+        ):
             preflight.count_kernels(both, before, {"FP8": field}, said)
         return
     after = preflight.count_kernels(both, before, {"FP8": field}, said)
     assert after.record()["calls"] == found[-1] and "calls" not in before.record()
     assert after.record()["fp8"] == ("emulated" if lost else "native")
     line = said.file.getvalue()
-    assert line.startswith("note: XLA compiled 1 of 2 training programs without an FP8 matmul") if lost else not line
+    assert (
+        line.startswith("note: XLA compiled 1 of 2 training programs without an FP8 matmul")
+        if lost
+        else not line
+    )
 
 
 def test_calls_are_counted_in_the_program_s_own_text():
-    """On a CPU XLA calls a function of its own for the largest entries: here once by itself, and once in a loop."""
+    """On a CPU XLA calls a function of its own for the largest entries: here once by itself, and
+    once in a loop."""
 
     def largest(x):
         return jax.lax.top_k(x, 2)[0]
@@ -316,14 +397,20 @@ def test_calls_are_counted_in_the_program_s_own_text():
 
 
 def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
-    monkeypatch.setattr(preflight_checks, "options_for", lambda platform: {"xla_no_such_option": platform})
-    for check in (functools.partial(preflight_checks.attention_error, "xla", 32, True), preflight_checks.fp8_error):
+    monkeypatch.setattr(
+        preflight_checks, "options_for", lambda platform: {"xla_no_such_option": platform}
+    )
+    for check in (
+        functools.partial(preflight_checks.attention_error, "xla", 32, True),
+        preflight_checks.fp8_error,
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             check()
 
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
-    """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in tests/aot."""
+    """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in
+    tests/aot."""
     cases = preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES)
     assert set(cases) == OWN_KERNELS
     for name, (own, plain, arrays) in (case for parts in cases.values() for case in parts.items()):

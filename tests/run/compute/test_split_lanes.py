@@ -1,4 +1,5 @@
-"""Lanes that are cut at document borders: every token once, and the same training as with whole lanes."""
+"""Lanes that are cut at document borders: every token once, and the same training as with whole
+lanes."""
 
 import dataclasses
 import types
@@ -21,15 +22,25 @@ from .steps import mesh_of, run
 
 BOS = 5
 LANE = 128
-R29 = [*TOYS["r29"], f"LANE_LEN={LANE}", "MAX_DOC_LEN=16", "MAX_DOCS=129", "LANES=8", "WINDOWS=(2,)"]
+R29 = [
+    *TOYS["r29"],
+    f"LANE_LEN={LANE}",
+    "MAX_DOC_LEN=16",
+    "MAX_DOCS=129",
+    "LANES=8",
+    "WINDOWS=(2,)",
+]
 
 
 def packed(recipe, count, longest, seed=0):
-    """Batches in which a document starts every 1 to ``longest`` tokens, lanes with the last one cut off."""
+    """Batches in which a document starts every 1 to ``longest`` tokens, lanes with the last one cut
+    off."""
     draw = np.random.default_rng(seed)
     found = []
     for _ in range(count):
-        tokens = draw.integers(6, 257, size=(recipe.lanes, recipe.stages[0].lane_len + 1), dtype=np.uint16)
+        tokens = draw.integers(
+            6, 257, size=(recipe.lanes, recipe.stages[0].lane_len + 1), dtype=np.uint16
+        )
         for row in tokens:
             at = 0
             while at < len(row):
@@ -46,13 +57,20 @@ def test_every_token_counts_once_with_its_document():
     assert division.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
     for number in (2, 8):
         length = division.piece_length(stage, number)
-        cut, counts = jax.device_get(jax.jit(partial(division.cut, recipe, stage, number))(tokens.astype(np.int32)))
-        assert length < LANE and cut.shape == (8 * number, length + 1) and counts.shape == (8 * number, length)
+        cut, counts = jax.device_get(
+            jax.jit(partial(division.cut, recipe, stage, number))(tokens.astype(np.int32))
+        )
+        assert (
+            length < LANE
+            and cut.shape == (8 * number, length + 1)
+            and counts.shape == (8 * number, length)
+        )
         for row, these, marks in zip(tokens, np.split(cut, 8), np.split(counts, 8), strict=True):
             counted = [(a[:-1][m > 0], a[1:][m > 0]) for a, m in zip(these, marks, strict=True)]
             np.testing.assert_array_equal(np.concatenate([a for a, _ in counted]), row[:-1])
             np.testing.assert_array_equal(np.concatenate([b for _, b in counted]), row[1:])
-            assert all(len(a) == 0 or a[0] == BOS for a, _ in counted)  # two shares may begin in one document
+            # two shares may begin in one document
+            assert all(len(a) == 0 or a[0] == BOS for a, _ in counted)
 
 
 def test_a_document_longer_than_promised_is_nan():
@@ -67,11 +85,18 @@ def test_only_lanes_of_bounded_documents_are_cut():
     unbounded = dataclasses.replace(recipe.stages[0], max_doc_len=None)
     contiguous = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, align=None))
     assert (
-        division.numbers_of_pieces(recipe, unbounded) == [] == division.numbers_of_pieces(contiguous, recipe.stages[0])
+        division.numbers_of_pieces(recipe, unbounded)
+        == []
+        == division.numbers_of_pieces(contiguous, recipe.stages[0])
     )
     full = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
     assert division.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
-    assert [division.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
+    assert [division.piece_length(full, n) for n in (1, 2, 4, 32)] == [
+        49_152,
+        26_752,
+        14_464,
+        3_712,
+    ]
 
 
 STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "LANES=8"]
@@ -81,16 +106,24 @@ STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "
     ("name", "sets"),
     [
         ("r29", [*R29, "LAYERS=2"]),
-        # r89's model. Scores everything: a part of a piece draws other tokens than a part of a lane.
-        pytest.param("jspeed2", [*TOYS["jspeed2"], *STAGED, "SAMPLED_ONE_IN=1"], marks=pytest.mark.slow),
+        # r89's model. Scores everything: a part of a piece draws other tokens than a part of a
+        # lane.
+        pytest.param(
+            "jspeed2", [*TOYS["jspeed2"], *STAGED, "SAMPLED_ONE_IN=1"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):
     recipe = find(name, sets).recipe
     [tokens] = packed(recipe, 1, 16)
-    ctx, params = Context(recipe.stages[0], training=True), step.init_state(recipe, jnp.uint32(1))["params"]
+    ctx, params = (
+        Context(recipe.stages[0], training=True),
+        step.init_state(recipe, jnp.uint32(1))["params"],
+    )
     if name != "r29":  # so that the parts whose output starts at 0 have gradients
-        params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params)
+        params = jax.tree.map(
+            lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params
+        )
 
     def of(parts, head_chunk=None):
         now = dataclasses.replace(ctx, head_chunk=head_chunk)
@@ -100,7 +133,8 @@ def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):
     wanted, wanted_losses = of(1)
     atol = 1e-5 if name == "r29" else 1e-4
     for grads, losses in (of(8), of(1, 24), of(8, 24)):
-        np.testing.assert_allclose(losses, wanted_losses, rtol=2e-6)  # XLA sums logits of other shapes in another order
+        # XLA sums logits of other shapes in another order
+        np.testing.assert_allclose(losses, wanted_losses, rtol=2e-6)
         for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(found, expected, atol=atol * np.abs(expected).max() + 1e-9)
 
@@ -110,10 +144,15 @@ def test_fp8_scales_are_those_of_lanes():
     """The mean over lanes of the largest entry becomes the mean over their pieces, no larger."""
     recipe = find("r89", [*TOYS["r89"], *STAGED, "FP8=on"]).recipe
     [tokens] = packed(recipe, 1, 16)
-    ctx, params = Context(recipe.stages[0], training=True), step.init_state(recipe, jnp.uint32(1))["params"]
+    ctx, params = (
+        Context(recipe.stages[0], training=True),
+        step.init_state(recipe, jnp.uint32(1))["params"],
+    )
     largest = [
         np.stack(
-            jax.jit(partial(step.gradients, recipe, ctx, parts, 1e-3))(params, jnp.asarray(tokens[:2]))[0]["largest"]
+            jax.jit(partial(step.gradients, recipe, ctx, parts, 1e-3))(
+                params, jnp.asarray(tokens[:2])
+            )[0]["largest"]
         )
         for parts in (1, 8)
     ]
@@ -127,10 +166,14 @@ def losses_of_lanes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "at_once", "head_chunk"), [(1, 0.25, None), (4, 0.25, 24), (8, 1, 24)])
+@pytest.mark.parametrize(
+    ("devices", "at_once", "head_chunk"), [(1, 0.25, None), (4, 0.25, 24), (8, 1, 24)]
+)
 def test_pieces_and_chunks_are_the_same_training_as_lanes(devices, at_once, head_chunk):
     recipe = find("r29", R29).recipe
-    _, losses = run(recipe, mesh_of(devices), at_once, packed(recipe, 10, 16), head_chunk=head_chunk)
+    _, losses = run(
+        recipe, mesh_of(devices), at_once, packed(recipe, 10, 16), head_chunk=head_chunk
+    )
     expected = losses_of_lanes()
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(losses, expected, atol=1e-5)
@@ -139,11 +182,15 @@ def test_pieces_and_chunks_are_the_same_training_as_lanes(devices, at_once, head
 def test_a_micro_batch_may_be_a_piece():
     recipe, mesh = find("r29", R29).recipe, mesh_of(2)
     parts = [
-        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), n) for n in (8, 32, 128, 256)
+        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), n)
+        for n in (8, 32, 128, 256)
     ]
     assert parts == [(64,), (16,), (4,), (2,)]
     with pytest.raises(
-        BadInput, match="or in pieces that document borders allow; give one of 4, 8, 16, 32, 64, 128, 256, 512"
+        BadInput,
+        match=(
+            "or in pieces that document borders allow; give one of 4, 8, 16, 32, 64, 128, 256, 512"
+        ),
     ):
         division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), 48)
 
@@ -153,7 +200,9 @@ def test_what_fits_is_found_largest_first():
     recipe, mesh = find("r29", R29).recipe, mesh_of(8)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
     needs = [
-        compiler.memory_needed(program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), n).lower().compile())
+        compiler.memory_needed(
+            program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), n).lower().compile()
+        )
         for n in (1, 2, 4)
     ]
     assert needs == sorted(needs, reverse=True)
@@ -165,8 +214,8 @@ def test_what_fits_is_found_largest_first():
 
 @pytest.fixture
 def fitted(monkeypatch):
-    """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed), what was lowered for
-    it, and what was compiled."""
+    """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed),
+    what was lowered for it, and what was compiled."""
     trace, compile_, lowered, built = program.trace_step, compiler.compiled, [], []
 
     def trace_step(recipe, stage, placement, parts, phase, head_chunk):
@@ -192,7 +241,8 @@ def fitted(monkeypatch):
     return fit
 
 
-CHUNKED = [*R29, "LAYERS=2", "VOCAB=4096", "LANE_LEN=512", "LANES=1"]  # logits and gradient take 16 MB, all else less
+# logits and gradient take 16 MB, all else less
+CHUNKED = [*R29, "LAYERS=2", "VOCAB=4096", "LANE_LEN=512", "LANES=1"]
 WHOLE, IN_CHUNKS, HALVES = (1, None, False), (1, 24, False), (2, None, False)
 
 
@@ -200,7 +250,9 @@ def one_lane():
     """The recipe and the bytes that a step over its lane needs."""
     recipe = find("r29", CHUNKED).recipe
     cpu = device.device_of(mesh_of(1))
-    lowered = program.trace_step(recipe, recipe.stages[0], Placement(mesh_of(1), "zero1", cpu), 1, -1, None).lower()
+    lowered = program.trace_step(
+        recipe, recipe.stages[0], Placement(mesh_of(1), "zero1", cpu), 1, -1, None
+    ).lower()
     return recipe, compiler.memory_needed(lowered.compile())
 
 
@@ -218,9 +270,12 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
     assert fitted(recipe, lane) == (WHOLE, [WHOLE], [WHOLE])
 
     def loss(params, tokens, targets, weights, ctx):
-        return recipe.loss(params, tokens, targets, weights, dataclasses.replace(ctx, head_chunk=None))
+        return recipe.loss(
+            params, tokens, targets, weights, dataclasses.replace(ctx, head_chunk=None)
+        )
 
-    without = dataclasses.replace(recipe, loss=loss)  # as a recipe that does not know of chunks: nothing to compile
+    # as a recipe that does not know of chunks: nothing to compile
+    without = dataclasses.replace(recipe, loss=loss)
     assert fitted(without, lane - 1) == (HALVES, [WHOLE, IN_CHUNKS, HALVES], [WHOLE, HALVES])
 
     monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 400)
@@ -232,11 +287,13 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
 def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_not_scored():
     recipe, mesh = find("r29", trace=False).recipe, mesh_of(1)
     stage = recipe.stages[0]
-    assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 4, 256)] == [0, 0, 0]
+    assert [
+        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 4, 256)
+    ] == [0, 0, 0]
     tokens = [length - memory_fallbacks.HEAD_CHUNK for length in (49_152, 26_752)]
-    assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (8, 16)] == [
-        4 * 50_304 * n for n in tokens
-    ]
+    assert [
+        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (8, 16)
+    ] == [4 * 50_304 * n for n in tokens]
     assert memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh_of(data=1, pipe=2), 8) == 0
     sampled = dataclasses.replace(stage, scored=5000)
     assert memory_fallbacks.bytes_freed_by_chunks(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
@@ -265,11 +322,15 @@ def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, mon
 
     def lower(parts, head_chunk, remat):
         layout = "zero1+remat" if remat else "zero1"
-        return program.trace_step(recipe, stage, Placement(mesh, layout, cpu), parts, -1, head_chunk).lower()
+        return program.trace_step(
+            recipe, stage, Placement(mesh, layout, cpu), parts, -1, head_chunk
+        ).lower()
 
     def tried(fits):
         numbers = division.divisions(recipe, stage, mesh)
-        found = memory_fallbacks.attempts(recipe, stage, mesh, numbers, 1, lower, lambda lowered: (2 - fits, lowered))
+        found = memory_fallbacks.attempts(
+            recipe, stage, mesh, numbers, 1, lower, lambda lowered: (2 - fits, lowered)
+        )
         return [(attempt.parts, attempt.head_chunk, attempt.remat) for attempt in found]
 
     assert tried(False) == expected and all(way[1:] == (None, False) for way in tried(True))
@@ -278,7 +339,9 @@ def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, mon
 def test_recomputed_layers_have_the_same_gradients():
     recipe = find("r21", [*TOYS["r21"], "LANES=2", "LAYERS=4"]).recipe
     stage, params = recipe.stages[0], step.init_state(recipe, jnp.uint32(1))["params"]
-    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params)
+    params = jax.tree.map(
+        lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params
+    )
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, stage.lane_len + 1)))
     ctx = Context(stage, training=True)
     (wanted, losses), (found, again) = (
@@ -297,8 +360,10 @@ def test_notes_on_what_makes_a_step_fit_in_memory():
         *memory_fallbacks.memory_notes(stage, 49_152, None, False),
     ]
     pieces, chunks, remat = memory_fallbacks.memory_notes(stage, 24_576, 4096, True)
-    assert pieces == (
-        "a lane of 49,152 tokens is cut at document borders into 2 pieces of at most 26,752, one at a time"
+    assert (
+        pieces
+        == "a lane of 49,152 tokens is cut at document borders into 2 pieces of at most 26,752, one"
+        " at a time"
     )
     assert chunks == "the head's loss is computed in chunks, from logits of 4,096 tokens at a time"
     assert remat == "layers are recomputed for their gradients instead of stored"

@@ -1,4 +1,5 @@
-"""The step on one to eight devices, accumulation, warm-up and evaluation, by comparing whole programs."""
+"""The step on one to eight devices, accumulation, warm-up and evaluation, by comparing whole
+programs."""
 
 import functools
 from dataclasses import replace
@@ -41,9 +42,9 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-# Every recipe on four devices that accumulate two micro-batches, one on other numbers of them. r62 and r89 are the code
-# of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), as fineweb-cpu does; r21 is that of r29, and
-# r92 of jspeed3.
+# Every recipe on four devices that accumulate two micro-batches, one on other numbers of them. r62
+# and r89 are the code of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), as
+# fineweb-cpu does; r21 is that of r29, and r92 of jspeed3.
 WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4))}
 SAME = ("r21", "r62", "r89", "r92", "fineweb-cpu", *ALIKE)
 ALL = [(name, *way) for name in TOYS if name not in SAME for way in WAYS.get(name, ((4, 1),))]
@@ -95,10 +96,12 @@ def test_same_seed_is_bit_equal_and_another_seed_is_not():
 
 
 @pytest.mark.parametrize(
-    "name", ["stdlib", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llmc", "track3", "r21"))]
+    "name",
+    ["stdlib", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llmc", "track3", "r21"))],
 )
 def test_step_is_gradient_descent_on_the_mean_loss(name):
-    """Against value_and_grad of the plain mean and the recipe's optimizer, without any of the step's machinery."""
+    """Against value_and_grad of the plain mean and the recipe's optimizer, without any of the
+    step's machinery."""
     recipe = toy(name)
     tokens = batches(recipe, 2)
     _, losses = run(recipe, mesh_of(1), None, tokens)
@@ -115,7 +118,10 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
     def update(plain, batch):
         loss, grads = jax.value_and_grad(mean_loss)(plain["params"], batch)
         updates, optimizer_state = optimizer.update(grads, plain["optimizer"], plain["params"])
-        return {"params": optax.apply_updates(plain["params"], updates), "optimizer": optimizer_state}, loss
+        return {
+            "params": optax.apply_updates(plain["params"], updates),
+            "optimizer": optimizer_state,
+        }, loss
 
     for batch, loss in zip(tokens, losses, strict=True):
         plain, expected = update(plain, jnp.asarray(batch, jnp.int32))
@@ -124,7 +130,8 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
 
 @pytest.mark.slow
 def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
-    """Against the recipe's loss and optimizer and one sum, without any of the step's machinery, through both stages."""
+    """Against the recipe's loss and optimizer and one sum, without any of the step's machinery,
+    through both stages."""
     recipe = toy("r62")
     tokens = batches(recipe, 10)
     _, losses = run(recipe, mesh_of(8), None, tokens)
@@ -143,7 +150,10 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
 
         grads, mean = jax.grad(loss, has_aux=True)(params)
         sums = jax.tree.map(jnp.add, held, grads)
-        chosen = {name: sums[name] if spec.every == 2 else grads[name] for name, spec in recipe.parameters.items()}
+        chosen = {
+            name: sums[name] if spec.every == 2 else grads[name]
+            for name, spec in recipe.parameters.items()
+        }
         updates, moments = optimizer.update(chosen, moments, params, due=1 + due)
         held = jax.tree.map(jnp.zeros_like, sums) if due else sums
         return optax.apply_updates(params, updates), moments, held, mean
@@ -151,7 +161,9 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
     stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
     for number, (stage, batch, loss) in enumerate(zip(stages, tokens, losses, strict=False)):
         batch = jnp.asarray(batch, jnp.int32)
-        params, moments, held, mean = update(params, moments, held, batch, number, stage=stage, due=number % 2 == 1)
+        params, moments, held, mean = update(
+            params, moments, held, batch, number, stage=stage, due=number % 2 == 1
+        )
         assert loss == pytest.approx(float(mean), abs=1e-5)
         # Step 5 is the last in which the tables are one; an even step updates neither.
         assert np.array_equal(params["embed"], params["head"]) == (number < 7)
@@ -159,7 +171,8 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
 
 @pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (4, 1)])
 def test_summed_tables_train_as_others_do(devices, lanes_at_once):
-    """Over two updates, with one micro-batch and with two, that must not count what earlier steps left twice."""
+    """Over two updates, with one micro-batch and with two, that must not count what earlier steps
+    left twice."""
 
     def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
         one, two = (rows[..., 0] for rows in look_up_all(params["values"], tokens_BT))
@@ -167,8 +180,12 @@ def test_summed_tables_train_as_others_do(devices, lanes_at_once):
         return jnp.sum(weights_BT * loss_BT), loss_BT
 
     def trained(summed):
-        spec = ParamSpec((264, 2, 8), ("token", "table", "model"), normal(1.0), "values", every=2, summed=summed)
-        recipe = replace(toy(), parameters={"values": spec}, loss=loss, optimizer=lambda: optax.sgd(0.1))
+        spec = ParamSpec(
+            (264, 2, 8), ("token", "table", "model"), normal(1.0), "values", every=2, summed=summed
+        )
+        recipe = replace(
+            toy(), parameters={"values": spec}, loss=loss, optimizer=lambda: optax.sgd(0.1)
+        )
         state, losses = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 4))
         return state["params"]["values"], losses
 
@@ -189,43 +206,55 @@ def test_state_is_donated():
 
 
 def bigrams():
-    """A table from each token to the logits of the next: few operations, since without jit each compiles by itself."""
+    """A table from each token to the logits of the next: few operations, since without jit each
+    compiles by itself."""
 
     def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
         logits_BTV = params["embed"][tokens_BT]
         loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
         return jnp.sum(loss_BT * weights_BT), loss_BT
 
-    table = {"embed": ParamSpec((272, 272), ("token", "vocab"), jax.nn.initializers.normal(1.0), "all")}
+    table = {
+        "embed": ParamSpec((272, 272), ("token", "vocab"), jax.nn.initializers.normal(1.0), "all")
+    }
     return replace(toy(), parameters=table, loss=loss, optimizer=lambda: optax.sgd(50.0))
 
 
 def test_a_constant_loss_stays_what_it_is():
-    """5.0 for 100,000 rows, in training and evaluation: a mean that is kept in bf16 stops growing at a few hundred."""
+    """5.0 for 100,000 rows, in training and evaluation: a mean that is kept in bf16 stops growing
+    at a few hundred."""
 
     def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
         loss_BT = jnp.full(tokens_BT.shape, 5.0)
         return jnp.sum(params["embed"].astype(jnp.float32)) * jnp.sum(loss_BT * weights_BT), loss_BT
 
-    table = {"embed": ParamSpec((2, 2), ("token", "vocab"), jax.nn.initializers.ones, "all", "bfloat16")}
+    table = {
+        "embed": ParamSpec((2, 2), ("token", "vocab"), jax.nn.initializers.ones, "all", "bfloat16")
+    }
     small = find("stdlib", [*TOYS["stdlib"], "LANES=100000", "LANE_LEN=1", "EVAL_LEN=1"]).recipe
     recipe = replace(small, parameters=table, loss=loss, optimizer=lambda: optax.sgd(0.0))
     _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
     assert losses == [5.0, 5.0]
     rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), 99_999, 99_999)
-    assert evaluate.validation_loss(lambda params, rows, _: jnp.full(len(rows), 5.0), {}, rows) == 5.0
+    assert (
+        evaluate.validation_loss(lambda params, rows, _: jnp.full(len(rows), 5.0), {}, rows) == 5.0
+    )
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
     recipe = find("llmc", [*TOYS["llmc"], "COMPUTE=bfloat16", "LAYERS=1"]).recipe
-    params = jax.eval_shape(lambda: step.to_compute_dtype(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
+    params = jax.eval_shape(
+        lambda: step.to_compute_dtype(recipe, step.init_state(recipe, jnp.uint32(1))["params"])
+    )
     tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
     ctx = Context(recipe.stages[0], training=True)
     made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)
     (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
     _, carried = scan_sizes(scan)
     sums, (losses,) = scan.outvars[:carried], scan.outvars[carried:]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"} and len(sums) == len(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"} and len(
+        sums
+    ) == len(params)
     assert {array.aval.dtype.name for array in (*sums, losses)} == {"float32"}
 
 
@@ -235,9 +264,15 @@ def test_bf16_trains_as_fp32_does(name):
     found = []
     for dtype in ("float32", "bfloat16"):
         sets = [f"COMPUTE={dtype}", "STEPS=200", "HEADS=4"]
-        sets += ["LEARNING_RATE=0.003"] * (name != "track3") + ["COOLDOWN=200"] * (name == "nanogpt")
+        sets += ["LEARNING_RATE=0.003"] * (name != "track3") + ["COOLDOWN=200"] * (
+            name == "nanogpt"
+        )
         recipe = find(name, [*TOYS[name], *sets]).recipe
-        tokens = [(3 * first + np.arange(17) ** 2 + 7 * n) % 97 for n in range(200) for first in range(recipe.lanes)]
+        tokens = [
+            (3 * first + np.arange(17) ** 2 + 7 * n) % 97
+            for n in range(200)
+            for first in range(recipe.lanes)
+        ]
         tokens = np.stack(tokens).reshape(200, recipe.lanes, 17).astype(np.uint16)
         found.append(np.mean(run(recipe, mesh_of(1), None, list(tokens))[1][-10:]))
     assert found[0] < 4.6 and abs(found[0] - found[1]) < 0.03
@@ -251,13 +286,19 @@ def test_without_jit_three_steps_are_the_same(make):
     state, compiled = run(recipe, mesh, None, tokens)
     seed = jax.device_put(np.uint32(1), replicated(mesh))
     with jax.disable_jit():
-        built = program.compile_program(recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10)
+        built = program.compile_program(
+            recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10
+        )
         plain = built.init(seed)
         for batch in tokens:
             plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
             losses.append(float(metrics["loss"]))
-        with pytest.raises(BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"):
-            program.compile_program(recipe, place(recipe, mesh_of(8), "zero1", device_of(mesh_of(8))), rows=10)
+        with pytest.raises(
+            BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"
+        ):
+            program.compile_program(
+                recipe, place(recipe, mesh_of(8), "zero1", device_of(mesh_of(8))), rows=10
+            )
     assert compiled[0] != compiled[2]
     np.testing.assert_allclose(losses, compiled, atol=1e-5)
     np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
@@ -267,26 +308,33 @@ def test_without_jit_three_steps_are_the_same(make):
 def test_warm_up_leaves_no_trace(name):
     recipe, mesh = toy(name), mesh_of(2)
     built = program.compile_program(recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10)
-    validation = evaluate.to_devices(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
+    validation = evaluate.to_devices(
+        np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh
+    )
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     assert {"params", "optimizer", "step"} <= fresh.keys()
     seen = []
     counted = tuple(
-        tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own) for own in built.steps
+        tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own)
+        for own in built.steps
     )
     program.warm_up(replace(built, steps=counted), recipe, mesh, validation.rows)
     assert len(seen) == built.warm_up_steps and not any(np.any(tokens) for tokens in seen)
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 
 
-@pytest.mark.parametrize("name", ["fineweb-cpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("r29", "llmc"))])
+@pytest.mark.parametrize(
+    "name", ["fineweb-cpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("r29", "llmc"))]
+)
 def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     recipe = toy(name)
     rng = np.random.default_rng(3)
     rows = rng.integers(0, 257, size=(10, recipe.eval_len + 1), dtype=np.uint16)
     params = step.init_state(recipe, jnp.uint32(1))["params"]
-    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
+    params = jax.tree.map(
+        lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params
+    )
     ctx = program.eval_context(recipe, device_of(mesh_of(1)))
     logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), ctx)
     log_p = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
@@ -294,20 +342,29 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     for devices in (1, 8):
         mesh = mesh_of(devices)
         device = device_of(mesh)
-        padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device), recipe.eval_len, len(rows))
+        padded, lowered = program.lower_evaluation(
+            recipe, Placement(mesh, "zero1", device), recipe.eval_len, len(rows)
+        )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-        assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(expected, abs=1e-6)
+        assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(
+            expected, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
     recipe, mesh = toy("microgpt-names"), mesh_of(devices)
-    rows = np.random.default_rng(3).integers(0, 28, size=(10, recipe.eval_len + 1), dtype=np.uint16)  # 27 is PAD
+    # 27 is PAD
+    rows = np.random.default_rng(3).integers(0, 28, size=(10, recipe.eval_len + 1), dtype=np.uint16)
     params = step.init_state(recipe, jnp.uint32(1))["params"]
-    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
+    params = jax.tree.map(
+        lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params
+    )
     device = device_of(mesh)
-    logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), program.eval_context(recipe, device))
+    logits = recipe.forward(
+        params, jnp.asarray(rows[:, :-1], jnp.int32), program.eval_context(recipe, device)
+    )
     found = np.argmax(np.asarray(logits)[..., : recipe.vocab_size], -1) == rows[:, 1:]
     counted = (rows[:, :-1] != 27) & (rows[:, 1:] != 27)
     _, padded = program.eval_parts(recipe, len(rows), mesh, 4 * recipe.eval_len)
@@ -316,5 +373,8 @@ def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
     measured = evaluate.compile_accuracy(recipe, Placement(mesh, "zero1", device), padded)
     built = program.Program(None, (), None, None, 0, padded, accuracy=measured)
     wanted = found[counted].mean()
-    assert evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6) and 0 < wanted < 1
+    assert (
+        evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6)
+        and 0 < wanted < 1
+    )
     assert evaluate.validation_accuracy(replace(built, accuracy=None), placed, validation) is None

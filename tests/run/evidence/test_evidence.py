@@ -34,7 +34,11 @@ def test_overlap_is_the_share_of_blocks_found_by_looking_everywhere(tmp_path, mo
     train[2][10:74] = val[320:384]  # block 5, of which the stream has read all but the last token
     files = [shard(tmp_path / f"t_train_{n}.bin", tokens) for n, tokens in enumerate(train)]
     ranges = [TokenRange(path, 0, end) for path, end in zip(files, (900, 900, 73), strict=True)]
-    pieces = {tuple(t[a:b][i : i + 64]) for t, (_, a, b) in zip(train, ranges, strict=True) for i in range(b - a - 63)}
+    pieces = {
+        tuple(t[a:b][i : i + 64])
+        for t, (_, a, b) in zip(train, ranges, strict=True)
+        for i in range(b - a - 63)
+    }
     slow = np.mean([tuple(val[64 * n : 64 * n + 64]) in pieces for n in range(10)])
     assert slow == 0.4
     assert overlap(ranges, np.dtype("<u2"), val.astype(np.uint16)) == pytest.approx(slow)
@@ -81,7 +85,9 @@ def test_calls_to_the_host_are_found_at_any_depth():
     def inner(x):
         return jax.pure_callback(np.sin, x, x)
 
-    hidden = jax.jit(lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(inner)(c), None), x, length=2)[0])
+    hidden = jax.jit(
+        lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(inner)(c), None), x, length=2)[0]
+    )
     assert callbacks(jax.make_jaxpr(hidden)(1.0).jaxpr) == ["pure_callback"]
     assert callbacks(jax.make_jaxpr(jnp.sin)(1.0).jaxpr) == []
 
@@ -93,7 +99,8 @@ case "$*" in
                printf 'NVIDIA H100 80GB HBM3, [N/A], 1980, 1980, 2619, 43\\n' ;;
   "topo -m") printf '\\tGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\n' &&
              printf 'GPU0\\t X \\tNV18\\tPIX\\t0-51\\nGPU1\\tNV18\\t X \\tSYS\\t0-51\\n' ;;
-  *) printf '| NVIDIA-SMI 570.124.06    Driver Version: 570.124.06    CUDA Version: 12.8     |\\n' ;;
+  *) printf '| NVIDIA-SMI 570.124.06    Driver Version: 570.124.06    CUDA Version: 12.8     |\\n' \
+;;
 esac
 """
 
@@ -105,7 +112,11 @@ def test_gpus_are_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     before = provenance.gpus()
     facts = provenance.gpu_facts(before)
-    assert facts["driver"] == "570.124.06" and facts["cuda"] == "12.8" and facts["links"] == ["NV18", "PIX", "SYS"]
+    assert (
+        facts["driver"] == "570.124.06"
+        and facts["cuda"] == "12.8"
+        and facts["links"] == ["NV18", "PIX", "SYS"]
+    )
     first, second = facts["after"]
     assert facts["before"] == facts["after"] and second["power_limit_watts"] is None
     assert first == {
@@ -126,7 +137,9 @@ def test_without_nvidia_smi_there_are_no_gpus(tmp_path, monkeypatch):
 
 def test_only_changes_of_tracked_files_make_a_commit_dirty(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True
+        )
 
     (tmp_path / "code.py").write_text("1")
     git("init", "-q")

@@ -1,4 +1,5 @@
-"""Recipes that cheat fail the probe that is there for them, and only that one; the record says so."""
+"""Recipes that cheat fail the probe that is there for them, and only that one; the record says
+so."""
 
 import json
 from pathlib import Path
@@ -38,13 +39,19 @@ CHEATS = {
         LEARNS_IN_EVALUATION,
         {"evaluation_stays_on_device", "evaluation_repeats", "causality", "normalisation"},
     ),
-    "looks_at_targets": (LOSS, LOSS.replace("x_BTD,", 'x_BTD + params["head"][targets_BT],'), {"normalisation"}),
+    "looks_at_targets": (
+        LOSS,
+        LOSS.replace("x_BTD,", 'x_BTD + params["head"][targets_BT],'),
+        {"normalisation"},
+    ),
 }
 
 
 def failed(folder: Path, recipe: Path | str, data: Path) -> set[str]:
     run_dir = folder / "run"
-    code = train(Options(str(recipe), data=data, set_=SETS, run_dir=run_dir, target_loss=9.0, progress=False))
+    code = train(
+        Options(str(recipe), data=data, set_=SETS, run_dir=run_dir, target_loss=9.0, progress=False)
+    )
     run = json.loads((folder / "run" / "run.json").read_text())
     names = {name for name, probe in run["probes"].items() if not probe["passed"]}
     assert run["status"] == "finished" and run["reached"] == (not names) and code == bool(names)
@@ -52,7 +59,11 @@ def failed(folder: Path, recipe: Path | str, data: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "looks_at_targets" else pytest.param(name, marks=pytest.mark.slow) for name in CHEATS]
+    "name",
+    [
+        name if name == "looks_at_targets" else pytest.param(name, marks=pytest.mark.slow)
+        for name in CHEATS
+    ],
 )
 def test_a_cheat_fails_its_probe(name, tmp_path):
     old, new, expected = CHEATS[name]
@@ -60,7 +71,9 @@ def test_a_cheat_fails_its_probe(name, tmp_path):
     source = (FOLDER / "stdlib.py").read_text()
     assert source.count(old) == 1
     # A zero head would be blind to what is added to its input.
-    source = source.replace(old, new).replace('("vocab", "model"), zeros', '("vocab", "model"), scaled')
+    source = source.replace(old, new).replace(
+        '("vocab", "model"), zeros', '("vocab", "model"), scaled'
+    )
     recipe.write_text(source)
     assert failed(tmp_path, recipe, shards(tmp_path / "shards")) == expected
 
@@ -80,9 +93,13 @@ def test_a_probe_that_raises_has_failed_and_the_record_is_written(tmp_path, monk
 
 def test_validation_documents_among_the_training_ones(tmp_path):
     folder = shards(tmp_path / "shards")
-    train_shard, content = folder / "toy_train_000001.bin", (folder / "toy_val_000000.bin").read_bytes()
+    train_shard, content = (
+        folder / "toy_train_000001.bin",
+        (folder / "toy_val_000000.bin").read_bytes(),
+    )
     held = np.frombuffer(train_shard.read_bytes()[1024:], "<u2")
-    leaked = np.insert(held, 12_345, np.frombuffer(content[1024:], "<u2")[1:])  # anywhere, without a document start
+    # anywhere, without a document start
+    leaked = np.insert(held, 12_345, np.frombuffer(content[1024:], "<u2")[1:])
     header = np.frombuffer(train_shard.read_bytes()[:1024], "<i4").copy()
     header[2] = len(leaked)
     train_shard.write_bytes(header.tobytes() + leaked.tobytes())
@@ -92,5 +109,8 @@ def test_validation_documents_among_the_training_ones(tmp_path):
 
 
 def test_the_words_of_two_seeds_share_no_long_piece():
-    pieces = [{text[i : i + 64] for i in range(len(text) - 63)} for text in (words(7000, 7000), words(400, 400))]
+    pieces = [
+        {text[i : i + 64] for i in range(len(text) - 63)}
+        for text in (words(7000, 7000), words(400, 400))
+    ]
     assert not pieces[0] & pieces[1]

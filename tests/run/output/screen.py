@@ -8,8 +8,8 @@ CODES = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+|\x1b")
 
 
 class Screen:
-    """``rows`` are all lines from the first, also those that have left through the top. ``frames`` has them as they
-    were each time before something was erased."""
+    """``rows`` are all lines from the first, also those that have left through the top. ``frames``
+    has them as they were each time before something was erased."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -34,17 +34,22 @@ class Screen:
                 case _, "m" | "h" | "l":  # colours; the cursor hidden and shown
                     pass
                 case words, None:
-                    assert words[0] != "\x1b", f"a code unknown here: {text[found.start() : found.start() + 8]!r}"
+                    assert words[0] != "\x1b", (
+                        f"a code unknown here: {text[found.start() : found.start() + 8]!r}"
+                    )
                     row = self.rows[self._y].ljust(self._x)
                     self.rows[self._y] = row[: self._x] + words + row[self._x + len(words) :]
                     self._x += len(words)
-                    assert self._x <= self.width, f"a line longer than the screen is wide: {self.rows[self._y]!r}"
+                    assert self._x <= self.width, (
+                        f"a line longer than the screen is wide: {self.rows[self._y]!r}"
+                    )
                 case code, _:
                     raise AssertionError(f"a code unknown here: {code!r}")
 
 
 class Terminal:
-    """A pseudo-terminal: ``file`` is for the program; :meth:`read` closes it and returns all that was written."""
+    """A pseudo-terminal: ``file`` is for the program; :meth:`read` closes it and returns all that
+    was written."""
 
     def __init__(self, encoding: str) -> None:
         self._master, slave = os.openpty()

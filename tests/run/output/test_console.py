@@ -52,8 +52,8 @@ def test_last_line():
 
 def test_the_loader_accounts_for_itself():
     line = next(line for line in printed(closing(RUN, Path("r"))) if line.startswith("loader: "))
-    assert line == (
-        "loader: 1,002 batches, 5.2 MB read; waits p50 0.020, p99 0.400, longest 3.00 ms; "
+    assert (
+        line == "loader: 1,002 batches, 5.2 MB read; waits p50 0.020, p99 0.400, longest 3.00 ms; "
         "prefetch queue found empty 2 times, 1 shard switches, 1,234 tokens dropped"
     )
 
@@ -65,7 +65,9 @@ def test_last_line_of_other_endings():
         ({"tokenizer": "symbols", "symbols": ["a"]}, "nats/character"),
         ({"tokenizer": "bytes"}, "nats/byte (8.079 bits)"),
     ):
-        assert printed(closing(missed, Path("r"), unit_of(facts)))[-1].startswith(f"5.6000 {unit} > 5.5 in")
+        assert printed(closing(missed, Path("r"), unit_of(facts)))[-1].startswith(
+            f"5.6000 {unit} > 5.5 in"
+        )
     stopped = RUN | {"status": "stopped", "steps": 20}
     assert printed(closing(stopped, Path("r")))[-1].endswith("n=1; stopped after 20 of 100 steps")
     interrupted = RUN | {"status": "interrupted", "val_loss": None, "steps": 3}
@@ -73,7 +75,11 @@ def test_last_line_of_other_endings():
 
 
 def test_a_failed_probe_is_said_and_markup_in_names_is_text():
-    lines = printed(closing(RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x")))
+    lines = printed(
+        closing(
+            RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x")
+        )
+    )
     said = f"validity check causality ({PROBES['causality']}) failed: "
     assert any(said in line and "0.5" in line and line.endswith("does not count") for line in lines)
     assert any("runs/[bold]x" in line for line in lines)
@@ -89,7 +95,9 @@ def test_plain_lines_when_not_a_terminal_and_a_bar_when_it_is(monkeypatch):
             display.validation([{"step": 100, "timed_seconds": 7.0, "val_loss": 2.5}])
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert "validation 2.5000" in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
-        plain = [line for line in text.splitlines() if line.startswith("step") and "tokens/s" in line]
+        plain = [
+            line for line in text.splitlines() if line.startswith("step") and "tokens/s" in line
+        ]
         if not (terminal and bar):
             assert len(plain) == 20
     assert "100/100" in text
@@ -98,11 +106,15 @@ def test_plain_lines_when_not_a_terminal_and_a_bar_when_it_is(monkeypatch):
 def test_opening_shows_value_and_formula():
     console = Console(file=io.StringIO(), width=100)
     opening(console, [("tokens", "steps x tokens/step", "409,600"), ("name", "[red]x", "v")])
-    assert "409,600" in console.file.getvalue() and "[red]x" in console.file.getvalue()  # type: ignore[attr-defined]
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "409,600" in written and "[red]x" in written
 
 
 def test_a_narrow_terminal_cuts_nothing():
-    rows = [("data", "/a/folder/with/quite/a/long/path/to/the/shards", "1,003,854 tokens"), ("name", "[red]x", "v")]
+    rows = [
+        ("data", "/a/folder/with/quite/a/long/path/to/the/shards", "1,003,854 tokens"),
+        ("name", "[red]x", "v"),
+    ]
     for width in (20, 40, 71, 72, 200):
         console = Console(file=io.StringIO(), width=width)
         opening(console, rows)
@@ -116,7 +128,8 @@ def test_waiting_says_what_for_and_how_long():
     console = Console(file=io.StringIO(), width=100)
     with waiting(console, "compiling"):
         assert console.file.getvalue() == "compiling ..."  # type: ignore[attr-defined]
-    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", console.file.getvalue())  # type: ignore[attr-defined]
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", written)
     console = Console(file=io.StringIO(), width=100)
     with pytest.raises(KeyError), waiting(console, "compiling"):
         raise KeyError

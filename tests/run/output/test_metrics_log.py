@@ -19,7 +19,9 @@ def test_a_loss_is_read_when_the_next_step_has_been_dispatched():
     run.stepped(10, jnp.float32(3))
     assert run.steps == 1 and not run.lines
     run.stepped(10, jnp.float32(2))
-    assert [(line["step"], line["tokens"], line["train_loss"]) for line in run.lines] == [(1, 10, 3.0)]
+    assert [(line["step"], line["tokens"], line["train_loss"]) for line in run.lines] == [
+        (1, 10, 3.0)
+    ]
     run.read()
     run.read()
     assert [loss for _, loss in run.train] == [3.0, 2.0] and not run.at_validation
@@ -38,4 +40,9 @@ def test_a_record_restores_what_was_recorded():
     run.validated(2.5, 0.1)
     again.resume(run.record({"step": 1}, {"seed": 1}))
     assert again.resumed == [1] and again.at_validation
-    assert (again.lines, again.curve, again.train, again.tokens) == (run.lines, run.curve, run.train, 10)
+    assert (again.lines, again.curve, again.train, again.tokens) == (
+        run.lines,
+        run.curve,
+        run.train,
+        10,
+    )

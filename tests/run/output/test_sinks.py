@@ -81,7 +81,8 @@ def test_what_wandb_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_variable_that_is_set_to_nothing_is_not_set(tmp_path, monkeypatch, blank, capsys):
-    """wandb refused an empty WANDB_MODE in three lines, of which the first was shown: "1 validation error ..."."""
+    """wandb refused an empty WANDB_MODE in three lines, of which the first was shown: "1 validation
+    error ..."."""
     monkeypatch.setitem(sys.modules, "wandb", Fake())
     for name in ("WANDB_MODE", "WANDB_SILENT"):
         monkeypatch.setenv(name, blank)
@@ -92,7 +93,10 @@ def test_a_variable_that_is_set_to_nothing_is_not_set(tmp_path, monkeypatch, bla
 
 def test_a_reason_is_whole_and_one_line(tmp_path, monkeypatch, capsys):
     def init(self, **_):
-        raise ValueError("1 validation error for Settings\nmode\n  Input should be 'online' or 'offline'" + "." * 300)
+        raise ValueError(
+            "1 validation error for Settings\nmode\n  Input should be 'online' or 'offline'"
+            + "." * 300
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", type("Broken", (Fake,), {"init": init})())
     with sinks(("wandb",), tmp_path, {}, STARTED) as opened:
@@ -107,11 +111,24 @@ def test_what_wandb_itself_makes_of_its_mode(tmp_path, mode, says):
     """In a process of its own: wandb reads its variables once."""
     pytest.importorskip("wandb")
     program = "from pathlib import Path; from jspeed.run.output.sinks import sinks\n"
-    program += f"with sinks(('wandb',), Path({str(tmp_path)!r}), {{}}, {STARTED!r}) as opened: print(len(opened))"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    program += (
+        f"with sinks(('wandb',), Path({str(tmp_path)!r}), {{}}, {STARTED!r}) as opened:"
+        " print(len(opened))"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WANDB_")
+    }
     environment |= {"WANDB_MODE": mode}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    (warning, *more) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")] or [""]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    warning, *more = [
+        line for line in done.stderr.splitlines() if line.startswith("warning: ")
+    ] or [""]
     assert done.stdout.strip().startswith("0" if says else "1") and not more, done
     assert says in warning if says else warning == ""
 
@@ -134,16 +151,27 @@ OF_GIT = re.compile(r'(commit": ?"|COMMIT = "|github\S*/[\w-]+/[\w-]+/|GITHUB\}/
 def keys_in(text):
     """What may be keys of Weights & Biases: 40 hexadecimal digits that are no name of git's."""
     found = re.finditer(r"\b[0-9a-f]{40}\b", text)
-    return [match[0] for match in found if not OF_GIT.search(text[: match.start()].rpartition("\n")[2])]
+    return [
+        match[0] for match in found if not OF_GIT.search(text[: match.start()].rpartition("\n")[2])
+    ]
 
 
 def test_no_file_holds_a_key():
     key = "0a" * 20
-    for line in (f'wandb.login(key="{key}")', f"WANDB_API_KEY={key}", f"  password {key}", f'"note": "{key}"'):
+    for line in (
+        f'wandb.login(key="{key}")',
+        f"WANDB_API_KEY={key}",
+        f"  password {key}",
+        f'"note": "{key}"',
+    ):
         assert keys_in(f"import wandb\n{line}\n") == [key], line
-    assert not keys_in(f'{{"commit": "{key}"}}, https://raw.githubusercontent.com/a/b-c/{key}/d.txt')
+    assert not keys_in(
+        f'{{"commit": "{key}"}}, https://raw.githubusercontent.com/a/b-c/{key}/d.txt'
+    )
     root = Path(__file__).parents[3]
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True
+    ).stdout
     paths = [root / name for name in listed.decode().split("\0") if name]
     assert Path(__file__) in paths
     held = {str(path): keys_in(path.read_text(errors="ignore")) for path in paths if path.is_file()}

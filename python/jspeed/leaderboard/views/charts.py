@@ -1,7 +1,8 @@
-"""Figures of the page as inline SVG: records over time, loss over seconds, seeds against the target, time saved.
+"""Figures of the page as inline SVG: records over time, loss over seconds, seeds against the
+target, time saved.
 
-Each is a pure function of the board's data, drawn 360 units wide to stay legible on phones, in the page's CSS colours,
-with an aria label.
+Each is a pure function of the board's data, drawn 360 units wide to stay legible on phones, in the
+page's CSS colours, with an aria label.
 """
 
 import re
@@ -29,7 +30,8 @@ LINES = (BLUE, RED, GREEN, PINK, ORANGE, SKY)  # curves that can be told apart
 BAD, SOFT = "#b3261e", "#c9d7e6"
 CSS = {colour: f"c{place}" for place, colour in enumerate(LINES)}
 CSS |= {INK.lower(): "ink", EDGE: "dim", PALE: "line", BAD: "bad", SOFT: "soft"}
-# What a browser does not need of matplotlib's SVG, and what would be there twice in a page of several.
+# What a browser does not need of matplotlib's SVG, and what would be there twice in a page of
+# several.
 UNUSED = re.compile(
     r'<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>| clip-path="[^"]*"'
     r'| id="(?!m[0-9a-f]{10}")[^"]*"|<!--.*?-->|<defs>\s*</defs>',
@@ -38,19 +40,25 @@ UNUSED = re.compile(
 
 
 def figure(title: str, label: str, height: float, draw: Callable[["Axes"], None]) -> str:
-    """Return what ``draw`` puts on axes, ``height`` units high, under a caption; ``label`` is for screen readers."""
+    """Return what ``draw`` puts on axes, ``height`` units high, under a caption; ``label`` is for
+    screen readers."""
 
     def on(whole: "Figure") -> None:
         whole.patch.set_visible(False)
         draw(whole.add_subplot(facecolor="none"))
 
     text = svg((WIDTH / 72, height / 72), on)
-    inside = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")].replace("xlink:href", "href")
-    inside = re.sub(r"(font: [\d.]+px|font-family:)[^;\"]*", r"\1 system-ui, sans-serif", UNUSED.sub("", inside))
+    inside = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")].replace(
+        "xlink:href", "href"
+    )
+    inside = re.sub(
+        r"(font: [\d.]+px|font-family:)[^;\"]*", r"\1 system-ui, sans-serif", UNUSED.sub("", inside)
+    )
     for colour, name in CSS.items():
         inside = inside.replace(colour.lower(), f"var(--{name})")
     return Markup(
-        '<figure><figcaption>{}</figcaption><svg role="img" viewBox="0 0 {:g} {:g}" aria-label="{}">{}</svg></figure>'
+        '<figure><figcaption>{}</figcaption><svg role="img" viewBox="0 0 {:g} {:g}"'
+        ' aria-label="{}">{}</svg></figure>'
     ).format(printable(title), WIDTH, height, printable(label), Markup(" ".join(inside.split())))
 
 
@@ -69,7 +77,8 @@ def best_so_far(points: Points) -> Points:
 
 
 def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) -> str:
-    """Return our records over time beside the ``history`` of ``reference``; empty if all are of one day."""
+    """Return our records over time beside the ``history`` of ``reference``; empty if all are of one
+    day."""
     unit = "steps" if track["rank"] == "steps" else "seconds"
     value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: mean_of(e["seconds"]))
     valid = [e for e in track["entries"] if e["valid"]]
@@ -81,12 +90,22 @@ def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) 
     if len(days) < 2:
         return ""
     names, stairs = [], []
-    for name, points, style in ((reference, theirs, {"color": EDGE, "linestyle": "--"}), ("jspeed", ours, {})):
+    for name, points, style in (
+        (reference, theirs, {"color": EDGE, "linestyle": "--"}),
+        ("jspeed", ours, {}),
+    ):
         if stair := best_so_far(points):
-            now = f"{stair[-1][1]:,.0f} steps" if unit == "steps" else formatting.seconds(stair[-1][1])
+            now = (
+                f"{stair[-1][1]:,.0f} steps"
+                if unit == "steps"
+                else formatting.seconds(stair[-1][1])
+            )
             names.append(f"{name}: {now}")
             stairs.append(
-                ([*stair, (max(days), stair[-1][1])], {"color": BLUE, "label": f" {printable(names[-1])}", **style})
+                (
+                    [*stair, (max(days), stair[-1][1])],
+                    {"color": BLUE, "label": f" {printable(names[-1])}", **style},
+                )
             )
 
     def draw(axes: "Axes") -> None:
@@ -95,7 +114,8 @@ def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) 
 
         axes.set_yscale("log")
         for corners, style in stairs:
-            axes.step(*zip(*corners, strict=True), where="post", linewidth=1.8, **style)  # type: ignore[arg-type]
+            times, values = zip(*corners, strict=True)
+            axes.step(times, values, where="post", linewidth=1.8, **style)  # type: ignore[arg-type]
         for day, mean in ours:
             axes.plot([day], [mean], "o", color=BLUE, alpha=0.65)  # type: ignore[arg-type]
         axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=6))
@@ -111,25 +131,36 @@ def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) 
 
 
 def labels(entries: Sequence[Entry]) -> list[str]:
-    """Return what to call each of ``entries``: its recipe, with the start of its hash where several share that."""
+    """Return what to call each of ``entries``: its recipe, with the start of its hash where several
+    share that."""
     names = Counter(entry["recipe"] for entry in entries)
-    hashes = (f" {entry['recipe_hash'][:4]}" if names[entry["recipe"]] > 1 else "" for entry in entries)
-    return [printable(entry["recipe"], NAME - len(end)) + end for entry, end in zip(entries, hashes, strict=True)]
+    hashes = (
+        f" {entry['recipe_hash'][:4]}" if names[entry["recipe"]] > 1 else "" for entry in entries
+    )
+    return [
+        printable(entry["recipe"], NAME - len(end)) + end
+        for entry, end in zip(entries, hashes, strict=True)
+    ]
 
 
 def curves(track: BoardTrack) -> str:
     """Return validation loss over timed seconds of the best entries."""
     shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
-    shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][: len(LINES)]
+    shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][
+        : len(LINES)
+    ]
     if not shown:
         return ""
     target = track["target_loss"]
     points = [[(s, loss) for _, s, loss in entry["curve"] if loss is not None] for entry in shown]
     # The initial drop is cut off at the top.
-    top = max([loss for curve in points for s, loss in curve if s >= 0.25 * curve[-1][0]], default=target)
+    top = max(
+        [loss for curve in points for s, loss in curve if s >= 0.25 * curve[-1][0]], default=target
+    )
     low = min([target, *(loss for curve in points for _, loss in curve)])
     ends = [
-        f"{name}: {formatting.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)
+        f"{name}: {formatting.loss(entry['curve'][-1][2])}"
+        for name, entry in zip(labels(shown), shown, strict=True)
     ]
 
     def draw(axes: "Axes") -> None:
@@ -142,7 +173,9 @@ def curves(track: BoardTrack) -> str:
         legend(axes)
 
     label = f"Validation loss over timed seconds. {'; '.join(ends)}"
-    return figure(f"Validation loss over seconds, target {target:g}", label, PLOT + 14 * len(ends), draw)
+    return figure(
+        f"Validation loss over seconds, target {target:g}", label, PLOT + 14 * len(ends), draw
+    )
 
 
 def dots(track: BoardTrack) -> str:
@@ -165,10 +198,13 @@ def dots(track: BoardTrack) -> str:
         axes.locator_params(axis="x", nbins=4)
 
     label = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {formatting.loss(mean_of(entry['loss']))} of {entry['loss']['n'] if entry['loss'] else 0}"
+        f"{name} mean {formatting.loss(mean_of(entry['loss']))} of"
+        f" {entry['loss']['n'] if entry['loss'] else 0}"
         for name, entry in zip(names, shown, strict=True)
     )
-    return figure(f"Final loss of every run, target {target:g}", label, 40 + 20.0 * len(shown), draw)
+    return figure(
+        f"Final loss of every run, target {target:g}", label, 40 + 20.0 * len(shown), draw
+    )
 
 
 def chain(track: BoardTrack) -> list[Entry]:
@@ -186,17 +222,22 @@ def chain(track: BoardTrack) -> list[Entry]:
 
 
 def waterfall(track: BoardTrack) -> str:
-    """Return the mean seconds of the best entry and its ancestors, and what each saved of its parent's."""
+    """Return the mean seconds of the best entry and its ancestors, and what each saved of its
+    parent's."""
     line_of = chain(track)[-10:]
     if len(line_of) < 2:
         return ""
     means = [mean_of(entry["seconds"]) for entry in line_of]
 
     def draw(axes: "Axes") -> None:
-        for row, (entry, mean, before) in enumerate(zip(line_of, means, [means[0], *means], strict=False)):
+        for row, (entry, mean, before) in enumerate(
+            zip(line_of, means, [means[0], *means], strict=False)
+        ):
             word = "saved" if before >= mean else "lost"
             note = f", {formatting.seconds(abs(before - mean))} {word}" if row else ""
-            axes.text(0, row - 0.1, f"{printable(entry['recipe'], 26)}: {formatting.seconds(mean)}{note}")
+            axes.text(
+                0, row - 0.1, f"{printable(entry['recipe'], 26)}: {formatting.seconds(mean)}{note}"
+            )
             axes.barh(row + 0.15, mean, 0.3, color=BLUE)
             if row:
                 colour = SOFT if mean < before else BAD
@@ -205,6 +246,7 @@ def waterfall(track: BoardTrack) -> str:
         axes.axis("off")
 
     label = "Seconds saved, parent by parent: " + "; ".join(
-        f"{entry['recipe']} {formatting.seconds(mean)}" for entry, mean in zip(line_of, means, strict=True)
+        f"{entry['recipe']} {formatting.seconds(mean)}"
+        for entry, mean in zip(line_of, means, strict=True)
     )
     return figure("Seconds saved, parent by parent", label, 16 + 34.0 * len(line_of), draw)

@@ -1,7 +1,8 @@
 """Render the board as one HTML page that opens from disk, and as leaderboard.json for other tools.
 
-Both are pure functions of the board, the sources in the records and two texts; nothing is fetched, and the one script
-sorts tables. A page holds the best entries of each track; leaderboard.json holds all.
+Both are pure functions of the board, the sources in the records and two texts; nothing is fetched,
+and the one script sorts tables. A page holds the best entries of each track; leaderboard.json holds
+all.
 """
 
 import base64
@@ -35,10 +36,11 @@ JSON = "leaderboard.json"
 
 
 def contents(records: Records, rule: str, out: Path, readme: Path | None = None) -> dict[Path, str]:
-    """Return the text of every file that the records make, by path: the page's in the folder ``out``, and ``readme``.
+    """Return the text of every file that the records make, by path: the page's in the folder
+    ``out``, and ``readme``.
 
-    ``rule`` is the timing rule, clock.py's docstring; ``readme`` is a README.md with a block for the board. Raises
-    BadInput when that has none.
+    ``rule`` is the timing rule, clock.py's docstring; ``readme`` is a README.md with a block for
+    the board. Raises BadInput when that has none.
     """
     tracks = board(records)
     histories = read_histories(records.folder, tracks)
@@ -54,13 +56,19 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
 def write(made: Mapping[Path, str]) -> None:
     """Write every file of :func:`contents` whole.
 
-    Raises BadInput when a folder cannot be written, and where a board without runs would replace one that has some.
+    Raises BadInput when a folder cannot be written, and where a board without runs would replace
+    one that has some.
     """
     for path, content in made.items():
-        if path.name == JSON and path.is_file() and not runs(content) and (before := runs(path.read_bytes())):
+        if (
+            path.name == JSON
+            and path.is_file()
+            and not runs(content)
+            and (before := runs(path.read_bytes()))
+        ):
             raise BadInput(
-                f"the records hold no run, and the page in {path.parent} shows {before}; restore the records, or "
-                "remove that page first"
+                f"the records hold no run, and the page in {path.parent} shows {before}; restore"
+                " the records, or remove that page first"
             )
     for path, content in made.items():
         writable_folder(path.parent, "the page's folder")
@@ -70,7 +78,11 @@ def write(made: Mapping[Path, str]) -> None:
 def runs(content: str | bytes) -> int:
     """Return how many runs the text of a leaderboard.json lists; 0 where it is none."""
     try:
-        return sum(len(entry["runs"]) for track in json.loads(content)["tracks"] for entry in track["entries"])
+        return sum(
+            len(entry["runs"])
+            for track in json.loads(content)["tracks"]
+            for entry in track["entries"]
+        )
     except (ValueError, KeyError, TypeError):
         return 0
 
@@ -118,10 +130,12 @@ def html(
 
 
 def environment() -> "jinja2.Environment":
-    """Return what renders the templates beside this file: values are printed without control characters and escaped.
+    """Return what renders the templates beside this file: values are printed without control
+    characters and escaped.
 
-    A name that is missing raises ``jinja2.UndefinedError``. Templates may call ``file(NAME)``, the text of a file
-    there, and filter by ``digest``, the SHA-256 in base64 that a content policy asks for.
+    A name that is missing raises ``jinja2.UndefinedError``. Templates may call ``file(NAME)``, the
+    text of a file there, and filter by ``digest``, the SHA-256 in base64 that a content policy asks
+    for.
     """
     import jinja2
     from markupsafe import Markup
@@ -139,13 +153,17 @@ def environment() -> "jinja2.Environment":
         keep_trailing_newline=True,
     )
     made.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
-    made.filters["digest"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    made.filters["digest"] = lambda text: base64.b64encode(
+        hashlib.sha256(text.encode()).digest()
+    ).decode()
     return made
 
 
-def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return by entry what its source changes of its parent's: ``lines`` in words, and the ``diff`` as lines, None
-    for those that come after :data:`DIFFS` characters."""
+def differences(
+    tracks: Sequence[BoardTrack], sources: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return by entry what its source changes of its parent's: ``lines`` in words, and the ``diff``
+    as lines, None for those that come after :data:`DIFFS` characters."""
     by_entry, left = {}, DIFFS
     for track in tracks:
         for entry in track["entries"][:SHOWN]:
@@ -154,5 +172,8 @@ def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dic
             if mine is not None and theirs is not None:
                 made = changes(mine, theirs)
                 left -= sum(map(len, made.diff))
-                by_entry[entry["id"]] = {"lines": change_lines(made), "diff": made.diff if left >= 0 else None}
+                by_entry[entry["id"]] = {
+                    "lines": change_lines(made),
+                    "diff": made.diff if left >= 0 else None,
+                }
     return by_entry

@@ -15,7 +15,8 @@ END = "<!-- /leaderboard -->"
 
 
 def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
-    """Return the block as Markdown, a line for each track that has rules; what is text in it stays text."""
+    """Return the block as Markdown, a line for each track that has rules; what is text in it stays
+    text."""
     lines = ["| track | best | recipe | mean loss | n | date |", "|---|---|---|---|---|---|"]
     for track in tracks:
         if not track["ruled"]:
@@ -26,16 +27,26 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
             seconds = formatting.seconds(entry["seconds"]["mean"])
             devices = plain(f"{entry['devices']['count']} x {entry['devices']['kind']}")
             loss = [formatting.loss(entry["loss"]["mean"]), str(entry["loss"]["n"])]
-            value = f"{entry['steps']:,} steps" if track["rank"] == "steps" else f"{seconds} on {devices}"
+            value = (
+                f"{entry['steps']:,} steps"
+                if track["rank"] == "steps"
+                else f"{seconds} on {devices}"
+            )
             cells = [value, plain(entry["recipe"]), *loss, entry["date"]]
         else:
             cells = ["none yet", "", "", "", ""]
         lines.append(f"| {' | '.join([name, *cells])} |")
         if history := histories.get(track.get("history") or ""):
             last = history[-1]
-            cells = [formatting.seconds(last["seconds"]), f"record {last['record']}", formatting.loss(last["loss"])]
+            cells = [
+                formatting.seconds(last["seconds"]),
+                f"record {last['record']}",
+                formatting.loss(last["loss"]),
+            ]
             cells += [str(last["n"] or formatting.NONE), last["date"]]
-            lines.append(f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |")
+            lines.append(
+                f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |"
+            )
     return "\n".join(lines)
 
 
@@ -46,7 +57,8 @@ def plain(text: str) -> str:
 
 
 def refreshed(path: Path, tracks: Sequence[BoardTrack], histories: Histories) -> tuple[str, str]:
-    """Return the text of the README.md at ``path``, as it is and with the block of ``tracks`` between its markers.
+    """Return the text of the README.md at ``path``, as it is and with the block of ``tracks``
+    between its markers.
 
     Raises BadInput when the markers are missing, or it is not text.
     """
@@ -54,5 +66,8 @@ def refreshed(path: Path, tracks: Sequence[BoardTrack], histories: Histories) ->
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise BadInput(f"{path} lacks the markers {BEGIN} and {END}; put them where the leaderboard's block belongs")
+        raise BadInput(
+            f"{path} lacks the markers {BEGIN} and {END}; put them where the leaderboard's block"
+            " belongs"
+        )
     return text, f"{before}{BEGIN}\n{block(tracks, histories)}\n{END}{after}"

@@ -11,11 +11,18 @@ from jspeed.leaderboard import formatting
 from jspeed.leaderboard.board import BoardTrack, Entry
 
 WIDTH = 80
-MARKS = {True: ("yes", "green"), False: ("no", "red"), "yes": ("yes", "green"), "no": ("no", "red"), None: ("-", "dim")}
+MARKS = {
+    True: ("yes", "green"),
+    False: ("no", "red"),
+    "yes": ("yes", "green"),
+    "no": ("no", "red"),
+    None: ("-", "dim"),
+}
 
 
 def of_track(tracks: Sequence[BoardTrack], wanted: str) -> list[BoardTrack]:
-    """Return the track ``wanted`` and those under it (fineweb holds fineweb/steps); BadInput when there is none."""
+    """Return the track ``wanted`` and those under it (fineweb holds fineweb/steps); BadInput when
+    there is none."""
     chosen = [track for track in tracks if f"{track['track']}/".startswith(f"{wanted}/")]
     if not chosen:
         known = [track["track"] for track in tracks]
@@ -25,10 +32,14 @@ def of_track(tracks: Sequence[BoardTrack], wanted: str) -> list[BoardTrack]:
 
 
 def board(tracks: Iterable[BoardTrack]) -> RenderableType:
-    """Return the tracks as tables. Everything that is text is a Text: square brackets in it are no markup."""
+    """Return the tracks as tables. Everything that is text is a Text: square brackets in it are no
+    markup."""
     parts: list[RenderableType] = []
     for track in tracks:
-        parts += [Text(track["track"], "bold") + Text(f"  {track['title']}", "bold cyan"), Text(rules(track), "dim")]
+        parts += [
+            Text(track["track"], "bold") + Text(f"  {track['title']}", "bold cyan"),
+            Text(rules(track), "dim"),
+        ]
         parts += [entries(track) if track["entries"] else Text("no runs yet", "italic"), Text("")]
     empty = Text("No records yet; add a finished run with: jspeed leaderboard add RUN_DIR")
     return Group(*parts[:-1]) if parts else empty
@@ -43,18 +54,23 @@ def rules(track: BoardTrack) -> str:
     most = track.get("model.most_parameters")
     limit = f"; at most {formatting.with_prefix(most)} parameters" if most else ""
     index = "; with retrieval from trained tokens" if track.get("model.retrieval") else ""
-    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}{limit}{index}"
+    text = (
+        f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma};"
+        f" {track['hardware']}{limit}{index}"
+    )
     return "\n".join(wrapped(text, WIDTH))
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return ``text`` as lines of at most ``width`` characters; a word is cut only where it is longer than that."""
+    """Return ``text`` as lines of at most ``width`` characters; a word is cut only where it is
+    longer than that."""
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 # name, width, whether to the right; with one space between they fill 80 columns.
 COLUMNS = (
-    ("#", 2, True), ("recipe", 26, False), ("time", 9, True), ("sd", 5, True), ("loss", 6, True), ("n", 3, True),
+    ("#", 2, True), ("recipe", 26, False), ("time", 9, True), ("sd", 5, True), ("loss", 6, True),
+    ("n", 3, True),
     ("valid", 5, False), ("better", 6, False), ("date", 10, False),
 )  # fmt: skip
 
@@ -80,8 +96,18 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else formatting.seconds(seconds["mean"] if seconds else None), "bold"),
-        (f"{seconds['sd']:.2g}" if seconds and seconds["sd"] is not None and not steps else "", "dim"),
+        (
+            (
+                f"{entry['steps']:,}"
+                if steps
+                else formatting.seconds(seconds["mean"] if seconds else None)
+            ),
+            "bold",
+        ),
+        (
+            f"{seconds['sd']:.2g}" if seconds and seconds["sd"] is not None and not steps else "",
+            "dim",
+        ),
         (formatting.loss(entry["loss"]["mean"] if entry["loss"] else None), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],
@@ -106,14 +132,22 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 def notes(entry: Entry) -> list[str]:
     """Return the notes under an entry's numbers: devices, changed fields, comparison, reasons."""
-    facts = f"{entry['steps']:,} steps, {formatting.parameters(entry)}, {formatting.commit(entry['git'])}"
+    facts = (
+        f"{entry['steps']:,} steps, {formatting.parameters(entry)},"
+        f" {formatting.commit(entry['git'])}"
+    )
     lines = [f"{formatting.devices(entry['devices'])}, {facts}"]
     if second := formatting.holdout(entry):
         lines.append(second)
-    if kept := [f"seed {run['seed']} {run['weights']['kept']}" for run in entry["runs"] if run["weights"]]:
+    if kept := [
+        f"seed {run['seed']} {run['weights']['kept']}" for run in entry["runs"] if run["weights"]
+    ]:
         lines.append(f"weights: {', '.join(kept)}")
     if entry["overrides"]:
-        lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
+        lines.append(
+            "with "
+            + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items()))
+        )
     if entry["better"]:
         lines.append(formatting.against(entry["better"]))
     if entry["anchored"]:

@@ -1,8 +1,9 @@
-"""Wrappers of the fused attention backends (cuDNN, FlashAttention 4, our own, splash), each with its document format.
+"""Wrappers of the fused attention backends (cuDNN, FlashAttention 4, our own, splash), each with
+its document format.
 
-All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and ``offsets_BO`` as in
-``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT`` as in ``Documents.ids``. Libraries are
-imported when called: none is needed to run elsewhere.
+All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
+``offsets_BO`` as in ``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT``
+as in ``Documents.ids``. Libraries are imported when called: none is needed to run elsewhere.
 """
 
 import importlib.util
@@ -34,29 +35,34 @@ def cudnn(
     longest: int | None = None,
     gradient_window: int | None = None,
 ) -> jax.Array:
-    """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
+    """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO``
+    are given.
 
     Packed lanes are viewed as rows of about ``longest`` tokens, which no document exceeds
-    (:mod:`jspeed.model.kernels.packed_cudnn`). Without it, or where the lanes do not divide, this is the layer under
-    ``jax.nn.dot_product_attention``, which has no offsets yet (https://github.com/jax-ml/jax/pull/29731). Each slot for
-    a document then costs as much memory as a lane: of the softmax statistic, fp32 ``[B * max_docs, H, T]``, 100 MB a
-    layer for 8 lanes of 8,192 tokens, 64 documents, 6 heads; and in the backward pass of workspace, fp32
-    ``[B * max_docs, H, T, K]``. Versions of cuDNN that are known to be wrong: :mod:`jspeed.run.compute.known_faults`.
+    (:mod:`jspeed.model.kernels.packed_cudnn`). Without it, or where the lanes do not divide, this
+    is the layer under ``jax.nn.dot_product_attention``, which has no offsets yet
+    (https://github.com/jax-ml/jax/pull/29731). Each slot for a document then costs as much memory
+    as a lane: of the softmax statistic, fp32 ``[B * max_docs, H, T]``, 100 MB a layer for 8 lanes
+    of 8,192 tokens, 64 documents, 6 heads; and in the backward pass of workspace, fp32 ``[B *
+    max_docs, H, T, K]``. Versions of cuDNN that are known to be wrong:
+    :mod:`jspeed.run.compute.known_faults`.
 
-    Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and newer: 256),
-    arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.
+    Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and
+    newer: 256), arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.
     """
     _check("cudnn", q_BTHK, k_BTHK, v_BTHK)
     if offsets_BO is not None and q_BTHK.size >= 2**31:
         raise Refused(
-            f"attention backend 'cudnn' counts elements in int32, found {q_BTHK.size:,} in a batch of "
-            f"{q_BTHK.shape[0]} lanes; take fewer lanes at a time"
+            f"attention backend 'cudnn' counts elements in int32, found {q_BTHK.size:,} in a batch"
+            f" of {q_BTHK.shape[0]} lanes; take fewer lanes at a time"
         )
     fused = cudnn_attention()
     try:
         fused.check_cudnn_version()
     except RuntimeError:
-        raise Refused("attention backend 'cudnn' finds no cuDNN; install jspeed[cuda12] or choose 'xla'") from None
+        raise Refused(
+            "attention backend 'cudnn' finds no cuDNN; install jspeed[cuda12] or choose 'xla'"
+        ) from None
     mask, lengths_BM, starts_BO = fused.MaskType.CAUSAL, None, None
     if offsets_BO is not None:
         mask = fused.MaskType.PADDING_CAUSAL
@@ -66,9 +72,13 @@ def cudnn(
             lanes, length = q_BTHK.shape[:2]
             if (row := packed_cudnn.row_length(lanes * length, longest)) < length:
                 windows = window, gradient_window
-                return packed_cudnn.attend(q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, *windows)
+                return packed_cudnn.attend(
+                    q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, *windows
+                )
         if gradient_window is not None and offsets_BO is None:
-            return packed_cudnn.attend_causally(q_BTHK, k_BTHK, v_BTHK, scale, window, gradient_window)
+            return packed_cudnn.attend_causally(
+                q_BTHK, k_BTHK, v_BTHK, scale, window, gradient_window
+            )
         return fused.dot_product_attention(
             q_BTHK,
             k_BTHK,
@@ -82,7 +92,9 @@ def cudnn(
             sliding_window_length=window,
         )
     except NotImplementedError as error:
-        raise Refused(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
+        raise Refused(
+            f"attention backend 'cudnn' cannot do this here ({error}); choose another backend"
+        ) from error
 
 
 def cudnn_lanes(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, **rest: Any) -> jax.Array:
@@ -91,11 +103,13 @@ def cudnn_lanes(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, **rest:
 
 
 def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused slots.
+    """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused
+    slots.
 
-    JAX compacts the entries that are not -1 over all lanes, starts and lengths separately, and pairs them in order: so
-    a lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but at least 2,
-    since JAX takes one slot to mean that nothing is packed.
+    JAX compacts the entries that are not -1 over all lanes, starts and lengths separately, and
+    pairs them in order: so a lane must have as many starts as lengths, and no end after its last
+    start. M is ``max_docs``, but at least 2, since JAX takes one slot to mean that nothing is
+    packed.
     """
     starts_BM, ends_BM = _slots(offsets_BO, length)
     used = ends_BM > starts_BM
@@ -120,10 +134,10 @@ def fa4(
 ) -> jax.Array:
     """Attend with FlashAttention 4 (fa4-jax), lanes concatenated; fully masked blocks are skipped.
 
-    Its backward pass is not deterministic. Inside ``jax.shard_map`` it needs ``check_vma=False``: its gradients do
-    not say over which axes they vary. ``implementation="reference"`` is the package's own jnp version, for tests.
-    Raises BadInput without the package, for types other than bf16 and fp16, and for a head width that is no
-    multiple of 8 or above 256.
+    Its backward pass is not deterministic. Inside ``jax.shard_map`` it needs ``check_vma=False``:
+    its gradients do not say over which axes they vary. ``implementation="reference"`` is the
+    package's own jnp version, for tests. Raises BadInput without the package, for types other than
+    bf16 and fp16, and for a head width that is no multiple of 8 or above 256.
     """
     if importlib.util.find_spec("fa4_jax") is None:
         raise Refused(
@@ -144,7 +158,8 @@ def fa4(
 
 
 def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
-    """Return the bounds of all documents on one axis of B x T tokens: int32 ``[B * max_docs + 1]``, from 0 to B x T.
+    """Return the bounds of all documents on one axis of B x T tokens: int32 ``[B * max_docs + 1]``,
+    from 0 to B x T.
 
     Unused slots repeat a bound. A lane's end is the next one's start and is left out.
     """
@@ -166,18 +181,23 @@ def triton(
 ) -> jax.Array:
     """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`).
 
-    They are for GPUs that no maintained library supports with documents (docs/device_choices.md). Inside
-    ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests.
-    Raises BadInput for types other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    They are for GPUs that no maintained library supports with documents (docs/device_choices.md).
+    Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's
+    interpreter of kernels, for tests. Raises BadInput for types other than bf16, head widths other
+    than 64 and 128, and a JAX without Pallas on Triton.
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
         from jspeed.model.kernels import fused_attention
     except ImportError as error:
-        raise Refused(f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})") from error
+        raise Refused(
+            f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})"
+        ) from error
     if q_BTHK.shape[-1] not in TRITON_WIDTHS:
         widths = " and ".join(map(str, TRITON_WIDTHS))
-        raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
+        raise Refused(
+            f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}"
+        )
     register_gpus_with_pallas()
     lanes, length = q_BTHK.shape[:2]
     bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
@@ -189,12 +209,16 @@ def triton(
 
 
 def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Return (start, end) of the document that each token lies in: int32 ``[B, T]``, the end exclusive."""
+    """Return (start, end) of the document that each token lies in: int32 ``[B, T]``, the end
+    exclusive."""
     starts_BM, ends_BM = _slots(offsets_BO, length)
     t_T = jnp.arange(length, dtype=jnp.int32)
-    search = partial(jnp.searchsorted, v=t_T, side="right", method="scan_unrolled")  # as in find_documents
+    # as in find_documents
+    search = partial(jnp.searchsorted, v=t_T, side="right", method="scan_unrolled")
     slots_BT = jax.vmap(search)(starts_BM) - 1
-    return jnp.take_along_axis(starts_BM, slots_BT, axis=1), jnp.take_along_axis(ends_BM, slots_BT, axis=1)
+    return jnp.take_along_axis(starts_BM, slots_BT, axis=1), jnp.take_along_axis(
+        ends_BM, slots_BT, axis=1
+    )
 
 
 def splash(
@@ -209,45 +233,57 @@ def splash(
 ) -> jax.Array:
     """Attend with JAX's own kernels for TPUs (:mod:`jspeed.model.kernels.splash_attention`).
 
-    Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not needed and no lane
-    becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of
-    kernels, for tests. Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256,
-    and a JAX without these kernels.
+    Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not
+    needed and no lane becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``.
+    ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types other
+    than bf16, a head width that is no multiple of 8 or above 256, and a JAX without these kernels.
     """
     _check("splash", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
         from jspeed.model.kernels import splash_attention
     except ImportError as error:
-        raise Refused(f"attention backend 'splash' needs splash attention, which this JAX lacks ({error})") from error
+        raise Refused(
+            f"attention backend 'splash' needs splash attention, which this JAX lacks ({error})"
+        ) from error
     return splash_attention.attend(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window, interpret)
 
 
 def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
-    """Make the queries NaN in lanes with more documents than slots, and with them outputs, gradients and the loss.
+    """Make the queries NaN in lanes with more documents than slots, and with them outputs,
+    gradients and the loss.
 
-    Queries, because this fuses into the normalisation or rotation that computes them; outputs would cost a pass.
+    Queries, because this fuses into the normalisation or rotation that computes them; outputs would
+    cost a pass.
     """
     overflown_B = offsets_BO[:, -1] < q_BTHK.shape[1]
     return q_BTHK * jnp.where(overflown_B, jnp.nan, 1).astype(q_BTHK.dtype)[:, None, None, None]
 
 
 def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that every token has a slot.
+    """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that every token has a
+    slot.
 
-    Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these would be uninitialised
-    memory, where NaN is promised.
+    Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these
+    would be uninitialised memory, where NaN is promised.
     """
     end_B1 = jnp.full_like(offsets_BO[:, :1], length)
     return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)
 
 
-def _check(backend: str, *qkv: jax.Array, dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16)) -> None:
+def _check(
+    backend: str, *qkv: jax.Array, dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16)
+) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if x.dtype not in dtypes:
             known = " or ".join(jnp.dtype(one).name for one in dtypes)
             raise Refused(f"attention backend '{backend}' takes {known}, found {name} in {x.dtype}")
         if x.shape != qkv[0].shape:
-            raise Refused(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
+            raise Refused(
+                f"attention backend '{backend}' takes q, k, v of one shape, found"
+                f" {[x.shape for x in qkv]}"
+            )
     width = qkv[0].shape[-1]
     if width % 8 or width > 256:
-        raise Refused(f"attention backend '{backend}' takes head widths 8, 16, ... 256, found {width}")
+        raise Refused(
+            f"attention backend '{backend}' takes head widths 8, 16, ... 256, found {width}"
+        )

@@ -1,19 +1,21 @@
 """Attention with composed heads (DCMHA), forward and backward: Pallas (Triton backend).
 
-One program handles a block of queries and the blocks of keys that it sees: per head it computes scores and softmax,
-accumulates the mixed probabilities of all heads, then computes each head's output. Only the mixed probabilities are
-written to memory, in the dtype of the values: ``[B, T, N * SIZE]`` for N blocks of keys. The backward pass reads them
-instead of recomputing scores, and stores their gradient likewise. It has three kernels: dmixed and dgive from gradients
-and values, dq and dtake from queries and keys, both over blocks of queries; dk and dv over blocks of keys. Nothing is
+One program handles a block of queries and the blocks of keys that it sees: per head it computes
+scores and softmax, accumulates the mixed probabilities of all heads, then computes each head's
+output. Only the mixed probabilities are written to memory, in the dtype of the values: ``[B, T, N *
+SIZE]`` for N blocks of keys. The backward pass reads them instead of recomputing scores, and stores
+their gradient likewise. It has three kernels: dmixed and dgive from gradients and values, dq and
+dtake from queries and keys, both over blocks of queries; dk and dv over blocks of keys. Nothing is
 added atomically: the same input gives the same bits.
 
-Each kernel reads queries, keys, values and gradients from memory once. From L2 it reads a block once for each block
-that sees it (of 64 tokens, 3 in a window of 112). For each head dq reads those keys and the gradient of the mixture
-twice, and dk_dv the mixture and its gradient once, rather than hold them in registers.
+Each kernel reads queries, keys, values and gradients from memory once. From L2 it reads a block
+once for each block that sees it (of 64 tokens, 3 in a window of 112). For each head dq reads those
+keys and the gradient of the mixture twice, and dk_dv the mixture and its gradient once, rather than
+hold them in registers.
 
 The reference in plain JAX is :func:`jspeed.model.heads.composed`. Like those of
-:mod:`jspeed.model.kernels.fused_attention` these kernels were run by JAX's interpreter and compiled for sm_90; no GPU
-has run them.
+:mod:`jspeed.model.kernels.fused_attention` these kernels were run by JAX's interpreter and compiled
+for sm_90; no GPU has run them.
 """
 
 import operator
@@ -33,8 +35,9 @@ from jspeed.model.kernels.fused_attention import LOG2_E, MASKED, dot, like, toke
 
 SIZE = 64  # tokens of a block
 MOST_BLOCKS = 3  # that a block of queries sees, with its own
-# Warps of each kernel, and how far its loads run ahead. None spills on sm_90 (tests/aot/test_composed_heads.py), nor
-# with twice as many warps or with loads three ahead; with half as many, all but forward do. Nothing was timed.
+# Warps of each kernel, and how far its loads run ahead. None spills on sm_90
+# (tests/aot/test_composed_heads.py), nor with twice as many warps or with loads three ahead; with
+# half as many, all but forward do. Nothing was timed.
 LAUNCH = {"forward": (8, 2), "dmixed": (8, 2), "dq": (4, 2), "dk_dv": (4, 2)}
 
 
@@ -52,13 +55,14 @@ def compose(
 ) -> jax.Array:
     """Return ``give_h * (sum_h' take_h' softmax_h') v_h`` for each head h: ``[B, T, H, K]``.
 
-    Queries, keys, values and ``give_BTH`` are bf16, and so is the result; scores, softmax and sums are fp32.
-    ``take_BTH``, fp32, is already normalised. ``ids_BT``, int32 and not negative, number the documents of
-    each lane; a query sees its document's last ``window`` tokens, itself among them. ``interpret=True`` runs JAX's
-    interpreter of kernels, in any float type, for tests. Inside ``jax.shard_map`` this needs ``check_vma=False``.
+    Queries, keys, values and ``give_BTH`` are bf16, and so is the result; scores, softmax and sums
+    are fp32. ``take_BTH``, fp32, is already normalised. ``ids_BT``, int32 and not negative, number
+    the documents of each lane; a query sees its document's last ``window`` tokens, itself among
+    them. ``interpret=True`` runs JAX's interpreter of kernels, in any float type, for tests. Inside
+    ``jax.shard_map`` this needs ``check_vma=False``.
 
-    Raises Refused for other types, for a head width that is no power of two from 16 to 128, and for windows of more
-    than 129 tokens, or less than 1.
+    Raises Refused for other types, for a head width that is no power of two from 16 to 128, and for
+    windows of more than 129 tokens, or less than 1.
     """
     width, most = q_BTHK.shape[-1], (MOST_BLOCKS - 1) * SIZE + 1
     if width not in (16, 32, 64, 128):
@@ -80,10 +84,13 @@ def _compose(q, k, v, take_BTH, give_BTH, ids_BT, scale, window, interpret):
 
 def _forward(q, k, v, take_BTH, give_BTH, ids_BT, scale, window, interpret):
     arrays = q, k, v, take_BTH, give_BTH, ids_BT
-    blocks = 1 + pl.cdiv(min(window, q.shape[1]) - 1, SIZE)  # of keys that a block of queries sees, its own among them
+    # of keys that a block of queries sees, its own among them
+    blocks = 1 + pl.cdiv(min(window, q.shape[1]) - 1, SIZE)
     mixed_BTS = jax.ShapeDtypeStruct((*q.shape[:2], blocks * SIZE), v.dtype)
     kernel = partial(_forward_kernel, scale=scale, window=window)
-    out, *kept = _call("forward", kernel, q, arrays, (like(q), mixed_BTS, like(take_BTH)), blocks, interpret)
+    out, *kept = _call(
+        "forward", kernel, q, arrays, (like(q), mixed_BTS, like(take_BTH)), blocks, interpret
+    )
     return out, (*arrays, *kept)
 
 
@@ -94,7 +101,9 @@ def _backward(scale, window, interpret, kept, g):
     def run(name, kernel, arrays, results):
         return _call(name, kernel, q, arrays, tuple(map(like, results)), blocks, interpret)
 
-    dmixed_BTS, dgive_BTH = run("dmixed", _dmixed_kernel, (v, g, give_BTH, mixed_BTS), (mixed_BTS, give_BTH))
+    dmixed_BTS, dgive_BTH = run(
+        "dmixed", _dmixed_kernel, (v, g, give_BTH, mixed_BTS), (mixed_BTS, give_BTH)
+    )
     of_scores = take_BTH, ids_BT, lse_BTH, dmixed_BTS
     dq, dtake_BTH = run("dq", partial(_dq_kernel, **seen), (q, k, *of_scores), (q, take_BTH))
     arrays = q, k, g, *of_scores, dtake_BTH, give_BTH, mixed_BTS
@@ -114,7 +123,8 @@ def _call(
     blocks: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """Run ``kernel`` once for every block of tokens and lane; its references are to that lane of every array."""
+    """Run ``kernel`` once for every block of tokens and lane; its references are to that lane of
+    every array."""
     lanes, length, heads, width = q_BTHK.shape
     warps, stages = LAUNCH[name]
 
@@ -134,14 +144,21 @@ def _call(
     )(*arrays)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, take_ref, give_ref, ids_ref, out_ref, mixed_ref, lse_ref, *, scale, window):
+def _forward_kernel(
+    q_ref, k_ref, v_ref, take_ref, give_ref, ids_ref, out_ref, mixed_ref, lse_ref, *, scale, window
+):
     rows, visited = _seen_blocks(mixed_ref)
     first = _first(ids_ref, rows, visited, window)
 
     def mix(h, mixed):
         q = _load(q_ref, rows, h)
-        scores = [dot(q, _load(k_ref, keys, h), rows_of_both=True) * (scale * LOG2_E) for keys in visited]
-        scores = [jnp.where(_seen(rows, keys, first), x, MASKED) for keys, x in zip(visited, scores, strict=True)]
+        scores = [
+            dot(q, _load(k_ref, keys, h), rows_of_both=True) * (scale * LOG2_E) for keys in visited
+        ]
+        scores = [
+            jnp.where(_seen(rows, keys, first), x, MASKED)
+            for keys, x in zip(visited, scores, strict=True)
+        ]
         top = reduce(jnp.maximum, [jnp.max(x, axis=1) for x in scores])
         weights = [jnp.exp2(x - top[:, None]) for x in scores]
         total = _sum(jnp.sum(x, axis=1) for x in weights)
@@ -149,7 +166,9 @@ def _forward_kernel(q_ref, k_ref, v_ref, take_ref, give_ref, ids_ref, out_ref, m
         share = _load(take_ref, rows, h) / total
         return tuple(m + share[:, None] * x for m, x in zip(mixed, weights, strict=True))
 
-    mixed = lax.fori_loop(0, _heads(q_ref), mix, (jnp.zeros((SIZE, SIZE), jnp.float32),) * len(visited))
+    mixed = lax.fori_loop(
+        0, _heads(q_ref), mix, (jnp.zeros((SIZE, SIZE), jnp.float32),) * len(visited)
+    )
     mixed = [m.astype(mixed_ref.dtype) for m in mixed]
     for n, m in enumerate(mixed):
         _store(mixed_ref, rows, m, _columns(n))
@@ -168,17 +187,23 @@ def _dmixed_kernel(v_ref, g_ref, give_ref, mixed_ref, dmixed_ref, dgive_ref):
     def add(h, dmixed):
         g = _load(g_ref, rows, h)
         products = [dot(g, _load(v_ref, keys, h), rows_of_both=True) for keys in visited]
-        dgive = _sum(jnp.sum(m.astype(jnp.float32) * x, axis=1) for m, x in zip(mixed, products, strict=True))
+        dgive = _sum(
+            jnp.sum(m.astype(jnp.float32) * x, axis=1) for m, x in zip(mixed, products, strict=True)
+        )
         _store(dgive_ref, rows, dgive, h)
         give = _load(give_ref, rows, h).astype(jnp.float32)
         return tuple(d + give[:, None] * x for d, x in zip(dmixed, products, strict=True))
 
-    dmixed = lax.fori_loop(0, _heads(g_ref), add, (jnp.zeros((SIZE, SIZE), jnp.float32),) * len(visited))
+    dmixed = lax.fori_loop(
+        0, _heads(g_ref), add, (jnp.zeros((SIZE, SIZE), jnp.float32),) * len(visited)
+    )
     for n, d in enumerate(dmixed):
         _store(dmixed_ref, rows, d, _columns(n))
 
 
-def _dq_kernel(q_ref, k_ref, take_ref, ids_ref, lse_ref, dmixed_ref, dq_ref, dtake_ref, *, scale, window):
+def _dq_kernel(
+    q_ref, k_ref, take_ref, ids_ref, lse_ref, dmixed_ref, dq_ref, dtake_ref, *, scale, window
+):
     rows, visited = _seen_blocks(dmixed_ref)
     first = _first(ids_ref, rows, visited, window)
 
@@ -270,7 +295,8 @@ def _columns(n: Any) -> Any:
 
 
 def _first(ids_ref: Any, rows: Any, visited: Iterable[Any], window: int) -> jax.Array:
-    """First key that each query sees: keys are adjacent and end with the query, so counting them is enough."""
+    """First key that each query sees: keys are adjacent and end with the query, so counting them is
+    enough."""
     t, of_t = _numbered(ids_ref, rows)
     keys = (_numbered(ids_ref, part) for part in visited)
     seen = (_near(t[:, None], s[None], of_t[:, None], of_s[None], window) for s, of_s in keys)
@@ -314,7 +340,8 @@ def _sum(parts: Iterable[jax.Array]) -> jax.Array:
 
 
 def _load(ref: Any, part: Any, *column: Any, fill: int = 0) -> jax.Array:
-    """Tokens ``part`` of an array, ``fill`` outside of the lane; ``column`` is a head, or :func:`_columns`."""
+    """Tokens ``part`` of an array, ``fill`` outside of the lane; ``column`` is a head, or
+    :func:`_columns`."""
     view, inside = _view(ref, part, column)
     return plgpu.load(view, mask=inside, other=fill)
 

@@ -1,12 +1,15 @@
-"""FlashAttention-2 kernels for packed lanes, for GPUs without a library that has them: Pallas (Triton backend).
+"""FlashAttention-2 kernels for packed lanes, for GPUs without a library that has them: Pallas
+(Triton backend).
 
-Scores never go to memory. A query sees one range of keys, so a block of queries visits the blocks of keys from the
-first key that its first row sees to its own last row: work and traffic are linear in the window and in the documents'
-lengths. The forward pass keeps the log-sum-exp of every row; the backward pass recomputes scores in two kernels, over
-blocks of queries (dq) and of keys (dk and dv), and adds zeros atomically: the same input gives the same bits.
+Scores never go to memory. A query sees one range of keys, so a block of queries visits the blocks
+of keys from the first key that its first row sees to its own last row: work and traffic are linear
+in the window and in the documents' lengths. The forward pass keeps the log-sum-exp of every row;
+the backward pass recomputes scores in two kernels, over blocks of queries (dq) and of keys (dk and
+dv), and adds zeros atomically: the same input gives the same bits.
 
-JAX deprecated this backend of Pallas in 0.11; its successor, Mosaic GPU, supports the tensor cores of GPUs before
-Hopper from 0.11. No GPU has run these kernels: JAX's interpreter has, and compilers for sm_80 to sm_120.
+JAX deprecated this backend of Pallas in 0.11; its successor, Mosaic GPU, supports the tensor cores
+of GPUs before Hopper from 0.11. No GPU has run these kernels: JAX's interpreter has, and compilers
+for sm_80 to sm_120.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,8 @@ MASKED = -1e30  # the score of a key that is not seen; finite, because -inf - -i
 
 
 class Blocks(NamedTuple):
-    """Tokens of a program's own block and of each block that it visits, its warps, and how far loads run ahead."""
+    """Tokens of a program's own block and of each block that it visits, its warps, and how far
+    loads run ahead."""
 
     own: int
     visited: int
@@ -32,22 +36,30 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By head width. None spills registers or takes more than the 99 kB of shared memory that sm_86, sm_89 and sm_120 have
-# (tests/aot/test_attention.py; at width 64 the larger ones tried do, on sm_80). Nothing was timed.
+# By head width. None spills registers or takes more than the 99 kB of shared memory that sm_86,
+# sm_89 and sm_120 have (tests/aot/test_attention.py; at width 64 the larger ones tried do, on
+# sm_80). Nothing was timed.
 FORWARD = {64: Blocks(64, 32, 4, 2), 128: Blocks(128, 64, 8, 2)}
 DQ = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 64, 4, 2)}
 DK_DV = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 64, 8, 2)}
 
 
-def ranges(starts_BT: jax.Array, ends_BT: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """Return (first key that each query sees, last query that sees each key): int32 ``[B, T]``, both ascending.
+def ranges(
+    starts_BT: jax.Array, ends_BT: jax.Array, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (first key that each query sees, last query that sees each key): int32 ``[B, T]``,
+    both ascending.
 
-    ``starts_BT`` and ``ends_BT`` (exclusive), int32, are those of each token's document; ``window`` counts the query.
+    ``starts_BT`` and ``ends_BT`` (exclusive), int32, are those of each token's document; ``window``
+    counts the query.
     """
     first_BT, last_BT = starts_BT, ends_BT - 1
     if window is not None:
         t_1T = jnp.arange(starts_BT.shape[1], dtype=jnp.int32)[None]
-        first_BT, last_BT = jnp.maximum(first_BT, t_1T - (window - 1)), jnp.minimum(last_BT, t_1T + (window - 1))
+        first_BT, last_BT = (
+            jnp.maximum(first_BT, t_1T - (window - 1)),
+            jnp.minimum(last_BT, t_1T + (window - 1)),
+        )
     return first_BT, last_BT
 
 
@@ -62,11 +74,12 @@ def attend(
     mask: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend from each query t to keys ``first_BT`` to t: ``[B, T, H, K]`` in the dtype of ``q_BTHK``.
+    """Attend from each query t to keys ``first_BT`` to t: ``[B, T, H, K]`` in the dtype of
+    ``q_BTHK``.
 
-    ``first_BT`` and ``last_BT`` are those of :func:`ranges`. ``mask`` says what they come from, packed_window384 or
-    causal_window0 (no window): it names the kernels, so that a plan can count their work. Sums are fp32. K must be a
-    key of ``FORWARD``.
+    ``first_BT`` and ``last_BT`` are those of :func:`ranges`. ``mask`` says what they come from,
+    packed_window384 or causal_window0 (no window): it names the kernels, so that a plan can count
+    their work. Sums are fp32. K must be a key of ``FORWARD``.
     """
     return _forward(q_BTHK, k_BTHK, v_BTHK, first_BT, last_BT, scale, mask, interpret)[0]
 
@@ -74,7 +87,9 @@ def attend(
 def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
     run = partial(_run, scale=scale, mask=mask, interpret=interpret)
     statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    out, lse_BHT = run("forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (like(q), statistics))
+    out, lse_BHT = run(
+        "forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (like(q), statistics)
+    )
     return out, (q, k, v, first_BT, last_BT, out, lse_BHT)
 
 
@@ -94,7 +109,9 @@ attend.defvjp(_forward, _backward)
 
 def _run(name, kernel, blocks_of, arrays, results, *, scale, mask, interpret):
     blocks = blocks_of[arrays[0].shape[-1]]
-    return call(f"attention_{name}_{mask}", partial(kernel, scale=scale), blocks, arrays, results, interpret)
+    return call(
+        f"attention_{name}_{mask}", partial(kernel, scale=scale), blocks, arrays, results, interpret
+    )
 
 
 def call(
@@ -105,7 +122,8 @@ def call(
     results: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """Run ``kernel`` once for every block of tokens, head and lane; it gets that head's part of every array.
+    """Run ``kernel`` once for every block of tokens, head and lane; it gets that head's part of
+    every array.
 
     Arrays are ``[B, T, H, K]``, which the first one is, ``[B, H, T]`` or ``[B, T]``.
     """
@@ -138,22 +156,32 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, lse_ref, *, blocks,
         out, top, total = carry
         keys = pl.ds(block * blocks.visited, blocks.visited)
         k, v = load(k_ref, keys), load(v_ref, keys)
-        scores = jnp.where(_seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * (scale * LOG2_E), MASKED)
+        scores = jnp.where(
+            _seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * (scale * LOG2_E), MASKED
+        )
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - higher[:, None])
         shrunk = jnp.exp2(top - higher)
         out = out * shrunk[:, None] + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrunk + jnp.sum(weights, axis=1)
 
-    zeros = jnp.zeros(q.shape, jnp.float32), jnp.full(rows.size, -jnp.inf), jnp.zeros(rows.size, jnp.float32)
+    zeros = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full(rows.size, -jnp.inf),
+        jnp.zeros(rows.size, jnp.float32),
+    )
     out, top, total = lax.fori_loop(*key_blocks(first_ref, rows, blocks), visit, zeros)
     store(out_ref, rows, out / total[:, None])
     store(lse_ref, rows, top + jnp.log2(total))
 
 
-def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, first_ref, dq_ref, *, blocks, scale):
+def _dq_kernel(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, first_ref, dq_ref, *, blocks, scale
+):
     rows = own_block(blocks)
-    q, dout, lse, delta, first = (load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref))
+    q, dout, lse, delta, first = (
+        load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref)
+    )
 
     def visit(block, dq):
         keys = pl.ds(block * blocks.visited, blocks.visited)
@@ -167,7 +195,9 @@ def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, first_ref, dq_
     store(dq_ref, rows, dq * scale)
 
 
-def _dk_dv_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, last_ref, dk_ref, dv_ref, *, blocks, scale):
+def _dk_dv_kernel(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, last_ref, dk_ref, dv_ref, *, blocks, scale
+):
     keys = own_block(blocks)
     k, v, last = (load(ref, keys) for ref in (k_ref, v_ref, last_ref))
 
@@ -209,7 +239,9 @@ def key_blocks(first_ref, rows, blocks):
 
 def query_blocks(last_ref, keys, blocks):
     """(first, last + 1) block of queries that see ``keys``."""
-    return keys.start // blocks.visited, _scalar(last_ref, _end(keys, last_ref) - 1) // blocks.visited + 1
+    return keys.start // blocks.visited, _scalar(
+        last_ref, _end(keys, last_ref) - 1
+    ) // blocks.visited + 1
 
 
 def _seen_keys(rows, keys, first):
@@ -219,7 +251,9 @@ def _seen_keys(rows, keys, first):
 
 def dot(a, b, rows_of_both=False):
     """``a @ b``, or ``a @ b.T``, in fp32."""
-    return lax.dot_general(a, b, (((1,), (1 if rows_of_both else 0,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (((1,), (1 if rows_of_both else 0,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def _scalar(ref, at):

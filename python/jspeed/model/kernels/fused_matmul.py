@@ -1,4 +1,5 @@
-"""A Hopper matmul with a fused epilogue: only the epilogue's results are written to memory. Pallas (Mosaic GPU).
+"""A Hopper matmul with a fused epilogue: only the epilogue's results are written to memory. Pallas
+(Mosaic GPU).
 
 One warpgroup loads, two multiply. The kernels built on it: fused_mlp.py.
 """
@@ -38,19 +39,27 @@ def matmul(
     epilogue_input_NF: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write the results of ``epilogue``.
+    """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write the
+    results of ``epilogue``.
 
-    ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only), ``GN`` one number for
-    each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32 ``[ROWS, STRIP]`` of the product, each of
-    ``scalars`` ``[n]`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS,
-    STRIP]`` for ``NF`` and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they
-    may be of two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
+    ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only),
+    ``GN`` one number for each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32
+    ``[ROWS, STRIP]`` of the product, each of ``scalars`` ``[n]`` and a block of
+    ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for ``NF``
+    and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they
+    may be of two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128
+    bytes.
     """
     (n, k), f = a_NK.shape, b.shape[0 if b_in_rows else 1]
-    for what, size, unit in (("rows", n, ROWS), ("columns", f, WIDE), ("contracted", k, LINE // a_NK.dtype.itemsize)):
+    for what, size, unit in (
+        ("rows", n, ROWS),
+        ("columns", f, WIDE),
+        ("contracted", k, LINE // a_NK.dtype.itemsize),
+    ):
         if size % unit:
             raise Refused(
-                f"fused matmul: {what} must be a multiple of {unit}, found {size}; use the reference in plain JAX"
+                f"fused matmul: {what} must be a multiple of {unit}, found {size}; use the"
+                " reference in plain JAX"
             )
     mixed = None
     if interpret and a_NK.dtype != b.dtype:  # exact: bf16 has all numbers of both FP8 types
@@ -66,10 +75,13 @@ def matmul(
     tiled = _tiled(a_NK.dtype, line)
     strips = range(COLUMNS // STRIP)
     beside = [] if epilogue_input_NF is None else [epilogue_input_NF]
-    apart = [scalars[n : n + 1] for n in range(scalars.size)]  # else XLA makes one array of them, by a kernel
+    # else XLA makes one array of them, by a kernel
+    apart = [scalars[n : n + 1] for n in range(scalars.size)]
 
     def loads(multiply: Any, context: Any) -> Any:
-        b_shape, b_index = ((WIDE, line), lambda s: (0, s)) if b_in_rows else ((line, WIDE), lambda s: (s, 0))
+        b_shape, b_index = (
+            ((WIDE, line), lambda s: (0, s)) if b_in_rows else ((line, WIDE), lambda s: (s, 0))
+        )
         return plgpu.emit_pipeline_warp_specialized(
             multiply,
             grid=(k // line,),
@@ -119,7 +131,11 @@ def matmul(
                             slot[...] = value.astype(dtype)
                         else:
                             _store_transposed(slot, value, dtype, interpret)
-                        at = (rows, columns_of(strip)) if place == "NF" else (columns_of(strip), rows)
+                        at = (
+                            (rows, columns_of(strip))
+                            if place == "NF"
+                            else (columns_of(strip), rows)
+                        )
                         copies.append((slot, result.at[at]))
                     plgpu.commit_smem()
                     for slot, target in copies:
@@ -131,7 +147,8 @@ def matmul(
                         run(acc)
                         product = acc[...]
                         for strip in strips:
-                            # Slots are free again once the copies out of them, of the strip before, have been read.
+                            # Slots are free again once the copies out of them, of the strip before,
+                            # have been read.
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             part = product[:, strip * STRIP : (strip + 1) * STRIP]
                             write(strip, epilogue(part, [ref[0] for ref in refs], *loaded()))
@@ -155,7 +172,8 @@ def matmul(
 
             plgpu.nd_loop((n // ROWS, f // WIDE), collective_axes="sm")(tile)
 
-        nothing = lambda *_, **__: None  # noqa: E731  allocations do not depend on the body of a pipeline
+        nothing = lambda *_, **__: None
+        # allocations do not depend on the body of a pipeline
         pl.run_scoped(
             scope,
             loads(nothing, nothing).get_allocations(a_gmem, b_gmem),
@@ -182,13 +200,15 @@ def _slot(block: tuple[int, int], dtype: Any) -> Any:
 
 
 def _tiled(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """How TMA lays rows of ``columns`` entries in shared memory so that wgmma reads them without conflicts."""
+    """How TMA lays rows of ``columns`` entries in shared memory so that wgmma reads them without
+    conflicts."""
     line = columns * jnp.dtype(dtype).itemsize
     return smem_layout(8, columns, min(line, LINE))
 
 
 def _store_transposed(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -> None:
-    """Store fp32 ``[ROWS, STRIP]`` as ``dtype`` into ``slot``, ``[STRIP, ROWS]``, two rows at once."""
+    """Store fp32 ``[ROWS, STRIP]`` as ``dtype`` into ``slot``, ``[STRIP, ROWS]``, two rows at
+    once."""
     if interpret:  # the interpreter knows neither layouts nor transposed references
         slot[...] = value.T.astype(dtype)
     else:
@@ -200,7 +220,8 @@ def _store_transposed(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -
 def _mix_types(a_type: Any, b_type: Any) -> None:
     """Give the preceding wgmma operands of two FP8 dtypes, as Pallas writes it from JAX 0.11 on.
 
-    Older Pallas rejects mixed operands: ``b`` is bitcast to ``a``'s dtype and the instruction's text is patched.
+    Older Pallas rejects mixed operands: ``b`` is bitcast to ``a``'s dtype and the instruction's
+    text is patched.
     """
     a, b = PTX_TYPES[jnp.dtype(a_type)], PTX_TYPES[jnp.dtype(b_type)]
 
@@ -211,9 +232,14 @@ def _mix_types(a_type: Any, b_type: Any) -> None:
             if "asm_string" in operation.attributes:
                 text = ir.StringAttr(operation.attributes["asm_string"]).value
                 if "wgmma.mma_async" in text and f".{a}.{a} " in text:
-                    operation.attributes["asm_string"] = ir.StringAttr.get(text.replace(f".{a}.{a} ", f".{a}.{b} "))
+                    operation.attributes["asm_string"] = ir.StringAttr.get(
+                        text.replace(f".{a}.{a} ", f".{a}.{b} ")
+                    )
                     found += 1
         if not found:
-            raise Refused("fused matmul: no wgmma to patch, because this JAX writes it otherwise than 0.10.2 does")
+            raise Refused(
+                "fused matmul: no wgmma to patch, because this JAX writes it otherwise than 0.10.2"
+                " does"
+            )
 
     rename()

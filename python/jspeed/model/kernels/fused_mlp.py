@@ -1,8 +1,10 @@
-"""MLP matmuls fused with squared ReLU and its gradient; results in bf16, or in FP8 row-major and transposed.
+"""MLP matmuls fused with squared ReLU and its gradient; results in bf16, or in FP8 row-major and
+transposed.
 
-Built on fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of sums.
-:func:`jspeed.model.mlp.mlp` uses them with ``own_kernels``, as jspeed2 asks for; no GPU has timed them
-(benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on a CPU.
+Built on fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of
+sums. :func:`jspeed.model.mlp.mlp` uses them with ``own_kernels``, as jspeed2 asks for; no GPU has
+timed them (benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on
+a CPU.
 """
 
 from functools import partial
@@ -24,11 +26,12 @@ def fits(n: int, d: int, f: int) -> bool:
 def squared_relu_matmul(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the amax of each 64, fp32.
+    """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the amax of each 64,
+    fp32.
 
-    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and what the copy is
-    divided by before it is clipped to 448. The amax are ``[F / 64, N]``, of 64 columns each. Raises Refused
-    unless N is a multiple of 128, F of 256, and D of 128.
+    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and
+    what the copy is divided by before it is clipped to 448. The amax are ``[F / 64, N]``, of 64
+    columns each. Raises Refused unless N is a multiple of 128, F of 256, and D of 128.
     """
 
     def epilogue(product, scalars):
@@ -40,7 +43,9 @@ def squared_relu_matmul(
         return h, jnp.minimum(h32 * (1 / copy_scale), E4M3_MAX), jnp.max(h32, axis=1)
 
     outputs = [("NF", jnp.bfloat16), ("NF", E4M3), ("GN", jnp.float32)]
-    h_NF, copy_NF, largest_GN = matmul(x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret)
+    h_NF, copy_NF, largest_GN = matmul(
+        x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret
+    )
     return h_NF, copy_NF, largest_GN
 
 
@@ -54,8 +59,11 @@ def squared_relu_matmul_reference(
     return h_NF, quantise(h_NF, scales_2[1], E4M3), _largest(h_NF).astype(jnp.float32)
 
 
-def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, interpret: Any = False) -> jax.Array:
-    """Return ``(g w) 2 sqrt(h)``: the gradient before a squared ReLU whose output was ``h``. bf16 ``[N, F]``, as all.
+def squared_relu_gradient(
+    g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, interpret: Any = False
+) -> jax.Array:
+    """Return ``(g w) 2 sqrt(h)``: the gradient before a squared ReLU whose output was ``h``. bf16
+    ``[N, F]``, as all.
 
     Raises Refused unless N is a multiple of 128, F of 256, and D of 64.
     """
@@ -64,7 +72,16 @@ def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, 
         return (_gradient(product, h),)
 
     outputs = [("NF", jnp.bfloat16)]
-    return matmul(g_ND, w_DF, False, jnp.zeros(0), outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret)[0]
+    return matmul(
+        g_ND,
+        w_DF,
+        False,
+        jnp.zeros(0),
+        outputs,
+        epilogue,
+        epilogue_input_NF=h_NF,
+        interpret=interpret,
+    )[0]
 
 
 def squared_relu_gradient_reference(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
@@ -81,10 +98,12 @@ def _gradient(product: jax.Array, h: jax.Array) -> jax.Array:
 def squared_relu_matmul_fp8(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``h = relu(x w.T)^2`` over a scale, e4m3 ``[N, F]``; its transpose; the amax of each 64, fp32.
+    """Return ``h = relu(x w.T)^2`` over a scale, e4m3 ``[N, F]``; its transpose; the amax of each
+    64, fp32.
 
-    As :func:`squared_relu_matmul` without ``h`` itself, which is not rounded on its way either: the largest,
-    ``[F / 64, N]``, are of ``h`` before it is divided and clipped. Takes and refuses the same.
+    As :func:`squared_relu_matmul` without ``h`` itself, which is not rounded on its way either: the
+    largest, ``[F / 64, N]``, are of ``h`` before it is divided and clipped. Takes and refuses the
+    same.
     """
 
     def epilogue(product, scalars):
@@ -95,7 +114,9 @@ def squared_relu_matmul_fp8(
         return scaled, scaled, jnp.max(h, axis=1)
 
     outputs = [("NF", E4M3), ("FN", E4M3), ("GN", jnp.float32)]
-    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret)
+    q_NF, q_FN, largest_GN = matmul(
+        x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret
+    )
     return q_NF, q_FN, largest_GN
 
 
@@ -110,19 +131,27 @@ def squared_relu_matmul_fp8_reference(
 
 @partial(jax.jit, static_argnames="interpret")
 def squared_relu_gradient_fp8(
-    g_ND: jax.Array, w_FD: jax.Array, h_NF: jax.Array, scales_3: jax.Array, *, interpret: Any = False
+    g_ND: jax.Array,
+    w_FD: jax.Array,
+    h_NF: jax.Array,
+    scales_3: jax.Array,
+    *,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``(g w.T) 2 sqrt(h)`` over a scale, e5m2 ``[N, F]``; its transpose; the amax of each 64, fp32.
+    """Return ``(g w.T) 2 sqrt(h)`` over a scale, e5m2 ``[N, F]``; its transpose; the amax of each
+    64, fp32.
 
-    ``g_ND`` is e5m2, ``w_FD`` and ``h_NF`` are e4m3: ``h`` as :func:`squared_relu_matmul_fp8` returns it. ``scales_3``
-    are fp32: what the matmul is multiplied by, what ``h`` is, and what the result is divided by before it is clipped
-    to 57,344. The largest are ``[F / 64, N]``, absolute values of what is returned, so in units of the last scale.
-    Raises Refused unless N is a multiple of 128, F of 256, and D of 128.
+    ``g_ND`` is e5m2, ``w_FD`` and ``h_NF`` are e4m3: ``h`` as :func:`squared_relu_matmul_fp8`
+    returns it. ``scales_3`` are fp32: what the matmul is multiplied by, what ``h`` is, and what the
+    result is divided by before it is clipped to 57,344. The largest are ``[F / 64, N]``, absolute
+    values of what is returned, so in units of the last scale. Raises Refused unless N is a multiple
+    of 128, F of 256, and D of 128.
 
-    The factor is that of the rounded ``h``, which is kept anyway. ``h`` is off by 1/16 of itself at most and its root
-    by 1/32, less than the 1/8 of e5m2. Where ``h`` over its scale is below 2^-6 (it may be 448) it is off by 2^-10 at
-    most: up to that it is 0, and so is the gradient. A clipped ``h`` has the gradient of what it was clipped to. Sums
-    have the 14 bits or so of Hopper's FP8 products, not fp32's as gradients by cuBLASLt have.
+    The factor is that of the rounded ``h``, which is kept anyway. ``h`` is off by 1/16 of itself at
+    most and its root by 1/32, less than the 1/8 of e5m2. Where ``h`` over its scale is below 2^-6
+    (it may be 448) it is off by 2^-10 at most: up to that it is 0, and so is the gradient. A
+    clipped ``h`` has the gradient of what it was clipped to. Sums have the 14 bits or so of
+    Hopper's FP8 products, not fp32's as gradients by cuBLASLt have.
     """
 
     def epilogue(product, scalars, h):

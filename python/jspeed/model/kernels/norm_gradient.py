@@ -1,7 +1,9 @@
-"""The gradient of RMSNorm added to that of the residual stream beside it, in one pass: Pallas (Triton backend).
+"""The gradient of RMSNorm added to that of the residual stream beside it, in one pass: Pallas
+(Triton backend).
 
-XLA reads the normalised array's gradient and its input once for a row's sum and, with the residual stream's gradient, a
-second time. Here each program keeps whole rows in registers. No GPU has run this kernel.
+XLA reads the normalised array's gradient and its input once for a row's sum and, with the residual
+stream's gradient, a second time. Here each program keeps whole rows in registers. No GPU has run
+this kernel.
 """
 
 from functools import reduce
@@ -25,12 +27,18 @@ def fits(tokens: int, width: int) -> bool:
 
 
 def norm_gradient(
-    out_ND: jax.Array, normed_ND: jax.Array, x_ND: jax.Array, scale: jax.Array, *, interpret: bool = False
+    out_ND: jax.Array,
+    normed_ND: jax.Array,
+    x_ND: jax.Array,
+    scale: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of ``x_ND`` and of ``scale``, an fp32 scalar, in ``scale`` x + f(rms_norm(x)).
+    """Return the gradients of ``x_ND`` and of ``scale``, an fp32 scalar, in ``scale`` x +
+    f(rms_norm(x)).
 
-    ``out_ND`` is the gradient of the sum, ``normed_ND`` that of f's argument; all are ``[N, D]`` of one dtype, in which
-    the first result is; N and D as :func:`fits` says. Sums are fp32.
+    ``out_ND`` is the gradient of the sum, ``normed_ND`` that of f's argument; all are ``[N, D]`` of
+    one dtype, in which the first result is; N and D as :func:`fits` says. Sums are fp32.
     """
     tokens, width = x_ND.shape
     block = pl.BlockSpec((TOKENS * ROUNDS, width), lambda i: (i, 0))
@@ -41,7 +49,10 @@ def norm_gradient(
         grid=(programs,),
         in_specs=[one, block, block, block],
         out_specs=[block, mine],
-        out_shape=[jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype), jax.ShapeDtypeStruct((programs,), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype),
+            jax.ShapeDtypeStruct((programs,), jnp.float32),
+        ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="norm_gradient",
@@ -49,7 +60,9 @@ def norm_gradient(
     return dx_ND, jnp.sum(along)
 
 
-def _kernel(scale_ref: Any, out_ref: Any, normed_ref: Any, x_ref: Any, dx_ref: Any, along_ref: Any) -> None:
+def _kernel(
+    scale_ref: Any, out_ref: Any, normed_ref: Any, x_ref: Any, dx_ref: Any, along_ref: Any
+) -> None:
     width, scale = x_ref.shape[1], scale_ref[0]
     parts = [pl.ds(start, PART) for start in range(0, width, PART)]
 

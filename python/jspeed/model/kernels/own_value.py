@@ -1,8 +1,9 @@
 """Exclusive self-attention (XSA), forward and backward: Pallas (Triton backend).
 
-XLA needs two passes forward, because a head's dot products come before their use, and three backward. Here a row is
-one head of one token: each program reads the channels of a block of rows once, keeps them in registers and writes the
-result, or all gradients. Only the arguments are saved for the backward pass. No GPU has run these kernels.
+XLA needs two passes forward, because a head's dot products come before their use, and three
+backward. Here a row is one head of one token: each program reads the channels of a block of rows
+once, keeps them in registers and writes the result, or all gradients. Only the arguments are saved
+for the backward pass. No GPU has run these kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +29,11 @@ def subtract_own_value(
     gate_BTH: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return ``gate (y - tanh(alpha) (y.v / v.v) v)`` for each head: bf16 ``[B, T, H, K]``, as all arguments are.
+    """Return ``gate (y - tanh(alpha) (y.v / v.v) v)`` for each head: bf16 ``[B, T, H, K]``, as all
+    arguments are.
 
-    v.v counts as at least SMALLEST, and without ``gate_BTH`` gate is 1. All is fp32 inside; the result and each
-    gradient are rounded once.
+    v.v counts as at least SMALLEST, and without ``gate_BTH`` gate is 1. All is fp32 inside; the
+    result and each gradient are rounded once.
 
     :func:`jspeed.model.heads.without_own_value` does the same in plain JAX.
 
@@ -45,7 +47,8 @@ def _forward(y_BTHK, v_BTHK, alpha_BTH, gate_BTH, interpret):
     width, arrays = y_BTHK.shape[-1], jax.tree.leaves(arguments)
     if width & (width - 1) or width > CHANNELS:
         raise Refused(
-            f"XSA kernel: head width must be a power of two up to {CHANNELS}, found {width}; use OWN_KERNELS=off"
+            f"XSA kernel: head width must be a power of two up to {CHANNELS}, found {width}; use"
+            " OWN_KERNELS=off"
         )
     for x in arrays:
         if x.dtype != jnp.bfloat16:
@@ -56,7 +59,9 @@ def _forward(y_BTHK, v_BTHK, alpha_BTH, gate_BTH, interpret):
 
 def _backward(interpret, arguments, g_BTHK):
     arrays, tree = jax.tree.flatten(arguments)
-    return jax.tree.unflatten(tree, _call("backward", _gradients, [g_BTHK, *arrays], arrays, interpret))
+    return jax.tree.unflatten(
+        tree, _call("backward", _gradients, [g_BTHK, *arrays], arrays, interpret)
+    )
 
 
 subtract_own_value.defvjp(_forward, _backward)
@@ -93,7 +98,8 @@ def _call(
 
 
 def _kernel(*refs, compute, taken, rows):
-    """Compute from ``[block, K]`` of each array of heads and ``[block]`` of each array of numbers."""
+    """Compute from ``[block, K]`` of each array of heads and ``[block]`` of each array of
+    numbers."""
     block = refs[0].shape[0]
     row = pl.program_id(0) * block + jnp.arange(block)
 

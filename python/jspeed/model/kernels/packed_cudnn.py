@@ -1,9 +1,11 @@
-"""cuDNN's attention of lanes whose longest document is known, in a graph that is as long as that and not as the lane.
+"""cuDNN's attention of lanes whose longest document is known, in a graph that is as long as that
+and not as the lane.
 
-JAX and XLA give cuDNN a batch of all slots for documents, each as long as a lane. Of that size are the workspace of the
-backward pass, the softmax statistic and the number of thread blocks, nearly all of which find nothing to do: for record
-29 29.2 GB and 442,000 blocks a layer. But cuDNN finds a document by where it starts in memory, whatever the rows of the
-arrays are, so that lanes can be viewed as more and shorter rows: 1.2 GB and 18,000 blocks.
+JAX and XLA give cuDNN a batch of all slots for documents, each as long as a lane. Of that size are
+the workspace of the backward pass, the softmax statistic and the number of thread blocks, nearly
+all of which find nothing to do: for record 29 29.2 GB and 442,000 blocks a layer. But cuDNN finds a
+document by where it starts in memory, whatever the rows of the arrays are, so that lanes can be
+viewed as more and shorter rows: 1.2 GB and 18,000 blocks.
 """
 
 from functools import partial
@@ -18,18 +20,23 @@ ALIGNED = 8  # a row of the softmax statistic, fp32, is then a multiple of 32 by
 
 
 def row_length(tokens: int, longest: int) -> int:
-    """Length of the shortest rows, aligned and of at least ``longest`` tokens, into which ``tokens`` can be divided."""
+    """Length of the shortest rows, aligned and of at least ``longest`` tokens, into which
+    ``tokens`` can be divided."""
     rows = range(tokens // longest, 1, -1)
     return next((tokens // n for n in rows if tokens % (n * ALIGNED) == 0), tokens)
 
 
-def tables(lengths_BM: jax.Array, starts_BO: jax.Array, length: int, row: int) -> tuple[jax.Array, jax.Array]:
-    """Return what cuDNN is told of the documents of all lanes: lengths ``[R, M]`` and starts ``[R, M + 1]``, int32.
+def tables(
+    lengths_BM: jax.Array, starts_BO: jax.Array, length: int, row: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return what cuDNN is told of the documents of all lanes: lengths ``[R, M]`` and starts ``[R,
+    M + 1]``, int32.
 
-    Both count tokens and are read in order, whatever their shape: the documents, then slots of no length that start
-    where the last lane ends. ``lengths_BM`` and ``starts_BO`` are those of
-    :func:`jspeed.model.kernels.attention_backends.cudnn_slots`, lanes are of ``length`` tokens, rows of ``row``. A
-    longer document, which only a lane of NaN has, ends early: kernels read and write no further.
+    Both count tokens and are read in order, whatever their shape: the documents, then slots of no
+    length that start where the last lane ends. ``lengths_BM`` and ``starts_BO`` are those of
+    :func:`jspeed.model.kernels.attention_backends.cudnn_slots`, lanes are of ``length`` tokens,
+    rows of ``row``. A longer document, which only a lane of NaN has, ends early: kernels read and
+    write no further.
     """
     lanes = lengths_BM.shape[0]
     end = lanes * length
@@ -59,7 +66,8 @@ def attend(
     window: int | None,
     gradient_window: int | None = None,
 ) -> jax.Array:
-    """Attend causally within documents of at most ``row`` tokens, which must divide the tokens of all lanes.
+    """Attend causally within documents of at most ``row`` tokens, which must divide the tokens of
+    all lanes.
 
     ``gradient_window``: that of the backward pass, where it is shorter.
 
@@ -70,7 +78,9 @@ def attend(
     qkv = [x.reshape(lanes * length // row, row, heads, width) for x in (q_BTHK, k_BTHK, v_BTHK)]
     # Starts as cuDNN counts them, in elements: the caller has checked that int32 holds them.
     starts_RO *= heads * width
-    return _attend(*qkv, lengths_RM, starts_RO, scale, window, gradient_window or window).reshape(q_BTHK.shape)
+    return _attend(*qkv, lengths_RM, starts_RO, scale, window, gradient_window or window).reshape(
+        q_BTHK.shape
+    )
 
 
 def attend_causally(
@@ -81,7 +91,8 @@ def attend_causally(
     window: int | None,
     gradient_window: int,
 ) -> jax.Array:
-    """Attend causally within whole lanes, with another window in the backward pass. Raises as :func:`attend` does."""
+    """Attend causally within whole lanes, with another window in the backward pass. Raises as
+    :func:`attend` does."""
     none = jnp.zeros(0, q_BTHK.dtype)
     return _attend(q_BTHK, k_BTHK, v_BTHK, none, none, scale, window, gradient_window)
 
@@ -104,11 +115,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(q, k, v, lengths, starts, scale, window, training) -> Any:
-    """Return the output of documents of ``lengths`` from elements ``starts`` on, or of lanes where these are empty; in
-    training the statistic too."""
+    """Return the output of documents of ``lengths`` from elements ``starts`` on, or of lanes where
+    these are empty; in training the statistic too."""
     fused, arguments, settings = _call(q, k, v, lengths, starts, scale, window)
     version = fused.check_cudnn_version()
-    fused.check_is_flash_attention(q, k, v, settings["layout"], version, False, training, lengths.size > 0)
+    fused.check_is_flash_attention(
+        q, k, v, settings["layout"], version, False, training, lengths.size > 0
+    )
     return fused._dot_product_attention_fwd_p.bind(*arguments, **settings, is_training=training)
 
 
@@ -118,8 +131,11 @@ def backward(q, k, v, lengths, starts, statistic, out, g, scale, window) -> Any:
     return fused._dot_product_attention_bwd_p.bind(*arguments, statistic, out, g, **settings)
 
 
-def _call(q, k, v, lengths, starts, scale, window) -> tuple[Any, tuple[jax.Array, ...], dict[str, Any]]:
-    """Return JAX's module, and what its inner primitives take; functions around them compute tables of lanes."""
+def _call(
+    q, k, v, lengths, starts, scale, window
+) -> tuple[Any, tuple[jax.Array, ...], dict[str, Any]]:
+    """Return JAX's module, and what its inner primitives take; functions around them compute tables
+    of lanes."""
     fused = cudnn_attention()
     settings = {
         "scale": scale,

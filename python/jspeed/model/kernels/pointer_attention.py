@@ -1,10 +1,11 @@
 """The pointer's attention, forward and backward, for packed lanes: Pallas (Triton backend).
 
-FlashAttention-2 kernels like those of :mod:`jspeed.model.kernels.fused_attention`, whose values are ones where a key's
-token is the query's target and else zeros: nothing is multiplied by them. Running sums start with the key of no token.
-The forward pass keeps the log-sum-exp of every query and both shares; the backward pass recomputes scores in two
-kernels, over blocks of queries (dq) and of keys (dk). Scores never go to memory, and nothing is added atomically: the
-same input gives the same bits. No GPU has run these kernels: JAX's interpreter has, and a compiler for sm_90.
+FlashAttention-2 kernels like those of :mod:`jspeed.model.kernels.fused_attention`, whose values are
+ones where a key's token is the query's target and else zeros: nothing is multiplied by them.
+Running sums start with the key of no token. The forward pass keeps the log-sum-exp of every query
+and both shares; the backward pass recomputes scores in two kernels, over blocks of queries (dq) and
+of keys (dk). Scores never go to memory, and nothing is added atomically: the same input gives the
+same bits. No GPU has run these kernels: JAX's interpreter has, and a compiler for sm_90.
 """
 
 from functools import partial
@@ -32,8 +33,8 @@ from jspeed.model.kernels.fused_attention import (
     tokens,
 )
 
-# None spills on sm_90 (tests/aot/test_pointer_attention.py): at width 128, 80, 159 and 212 registers a thread, so that
-# an SM holds 3, 3 and 2 programs at once. Nothing was timed.
+# None spills on sm_90 (tests/aot/test_pointer_attention.py): at width 128, 80, 159 and 212
+# registers a thread, so that an SM holds 3, 3 and 2 programs at once. Nothing was timed.
 FORWARD, DQ, DK = Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)
 
 
@@ -49,22 +50,29 @@ def shares(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the shares of each query's attention on its target and on none: fp32 ``[B, T]`` both.
 
-    A query sees the ``window`` tokens before its own that are of its document; ``ids_BT`` are the numbers of documents,
-    ascending. ``none_BT``, fp32, is each query's score of no token. Queries and keys are bf16, scores and sums fp32.
-    :func:`jspeed.model.pointer.copies` does the same in plain JAX. ``interpret=True`` runs JAX's interpreter of
-    kernels, in any float type, for tests. Inside ``jax.shard_map`` this needs ``check_vma=False``.
+    A query sees the ``window`` tokens before its own that are of its document; ``ids_BT`` are the
+    numbers of documents, ascending. ``none_BT``, fp32, is each query's score of no token. Queries
+    and keys are bf16, scores and sums fp32. :func:`jspeed.model.pointer.copies` does the same in
+    plain JAX. ``interpret=True`` runs JAX's interpreter of kernels, in any float type, for tests.
+    Inside ``jax.shard_map`` this needs ``check_vma=False``.
 
     Raises Refused for other types, and for a width that is no power of two from 16 to 128.
     """
     if (width := q_BTK.shape[-1]) not in (16, 32, 64, 128):
-        raise Refused(f"pointer kernel: width must be 16, 32, 64 or 128, found {width}; use OWN_KERNELS=off")
+        raise Refused(
+            f"pointer kernel: width must be 16, 32, 64 or 128, found {width}; use OWN_KERNELS=off"
+        )
     for name, x in (("q", q_BTK), ("k", k_BTK)):
         if x.dtype != jnp.bfloat16 and not interpret:
-            raise Refused(f"pointer kernel: needs bfloat16, found {name} in {x.dtype}; use OWN_KERNELS=off")
+            raise Refused(
+                f"pointer kernel: needs bfloat16, found {name} in {x.dtype}; use OWN_KERNELS=off"
+            )
     if not interpret:
         register_gpus_with_pallas()
     search = partial(jnp.searchsorted, method="scan_unrolled")  # as in find_documents
-    starts_BT, ends_BT = (jax.vmap(partial(search, side=side))(ids_BT, ids_BT) for side in ("left", "right"))
+    starts_BT, ends_BT = (
+        jax.vmap(partial(search, side=side))(ids_BT, ids_BT) for side in ("left", "right")
+    )
     first_BT, last_BT = ranges(starts_BT.astype(jnp.int32), ends_BT.astype(jnp.int32), window + 1)
     of_tokens = tokens_BT.astype(jnp.int32), targets_BT.astype(jnp.int32), first_BT, last_BT
     return _shares(q_BTK[:, :, None], k_BTK[:, :, None], none_BT, *of_tokens, window, interpret)
@@ -77,7 +85,9 @@ def _shares(q, k, none_BT, tokens_BT, targets_BT, first_BT, last_BT, window, int
 
 def _forward(q, k, none_BT, tokens_BT, targets_BT, first_BT, last_BT, window, interpret):
     arrays = q, k, none_BT, tokens_BT, targets_BT, first_BT
-    found = _run("forward", _forward_kernel, FORWARD, arrays, (like(none_BT),) * 3, window, interpret)
+    found = _run(
+        "forward", _forward_kernel, FORWARD, arrays, (like(none_BT),) * 3, window, interpret
+    )
     return tuple(found[:2]), (q, k, tokens_BT, targets_BT, first_BT, last_BT, *found)
 
 
@@ -95,11 +105,28 @@ _shares.defvjp(_forward, _backward)
 
 
 def _run(name, kernel, blocks, arrays, results, window, interpret):
-    return call(f"pointer_{name}_{arrays[0].shape[-1]}_window{window}", kernel, blocks, arrays, results, interpret)
+    return call(
+        f"pointer_{name}_{arrays[0].shape[-1]}_window{window}",
+        kernel,
+        blocks,
+        arrays,
+        results,
+        interpret,
+    )
 
 
 def _forward_kernel(
-    q_ref, k_ref, none_ref, token_ref, target_ref, first_ref, target_share_ref, none_share_ref, lse_ref, *, blocks
+    q_ref,
+    k_ref,
+    none_ref,
+    token_ref,
+    target_ref,
+    first_ref,
+    target_share_ref,
+    none_share_ref,
+    lse_ref,
+    *,
+    blocks,
 ):
     rows = own_block(blocks)
     q, none, target, first = (load(ref, rows) for ref in (q_ref, none_ref, target_ref, first_ref))
@@ -109,12 +136,18 @@ def _forward_kernel(
         top, total, on_target = carry
         keys = pl.ds(block * blocks.visited, blocks.visited)
         k, token = load(k_ref, keys), load(token_ref, keys)
-        scores = jnp.where(_seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * LOG2_E, MASKED)
+        scores = jnp.where(
+            _seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * LOG2_E, MASKED
+        )
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - higher[:, None])
         shrunk = jnp.exp2(top - higher)
         copied = jnp.where(token[None, :] == target[:, None], weights, 0.0)
-        return higher, total * shrunk + jnp.sum(weights, axis=1), on_target * shrunk + jnp.sum(copied, axis=1)
+        return (
+            higher,
+            total * shrunk + jnp.sum(weights, axis=1),
+            on_target * shrunk + jnp.sum(copied, axis=1),
+        )
 
     start = none, jnp.ones(rows.size, jnp.float32), jnp.zeros(rows.size, jnp.float32)
     top, total, on_target = lax.fori_loop(*key_blocks(first_ref, rows, blocks), visit, start)
@@ -123,7 +156,19 @@ def _forward_kernel(
     store(lse_ref, rows, top + jnp.log2(total))
 
 
-def _dq_kernel(q_ref, k_ref, token_ref, target_ref, dtarget_ref, delta_ref, lse_ref, first_ref, dq_ref, *, blocks):
+def _dq_kernel(
+    q_ref,
+    k_ref,
+    token_ref,
+    target_ref,
+    dtarget_ref,
+    delta_ref,
+    lse_ref,
+    first_ref,
+    dq_ref,
+    *,
+    blocks,
+):
     rows = own_block(blocks)
     of_rows = q_ref, target_ref, dtarget_ref, delta_ref, lse_ref, first_ref
     q, target, dtarget, delta, lse, first = (load(ref, rows) for ref in of_rows)
@@ -141,7 +186,19 @@ def _dq_kernel(q_ref, k_ref, token_ref, target_ref, dtarget_ref, delta_ref, lse_
     store(dq_ref, rows, dq)
 
 
-def _dk_kernel(q_ref, k_ref, token_ref, target_ref, dtarget_ref, delta_ref, lse_ref, last_ref, dk_ref, *, blocks):
+def _dk_kernel(
+    q_ref,
+    k_ref,
+    token_ref,
+    target_ref,
+    dtarget_ref,
+    delta_ref,
+    lse_ref,
+    last_ref,
+    dk_ref,
+    *,
+    blocks,
+):
     keys = own_block(blocks)
     k, token, last = (load(ref, keys) for ref in (k_ref, token_ref, last_ref))
 
@@ -156,7 +213,9 @@ def _dk_kernel(q_ref, k_ref, token_ref, target_ref, dtarget_ref, delta_ref, lse_
         dscores = weights * (dweights - delta[None, :])
         return dk + dot(dscores.astype(q.dtype), q)
 
-    dk = lax.fori_loop(*query_blocks(last_ref, keys, blocks), visit, jnp.zeros(k.shape, jnp.float32))
+    dk = lax.fori_loop(
+        *query_blocks(last_ref, keys, blocks), visit, jnp.zeros(k.shape, jnp.float32)
+    )
     store(dk_ref, keys, dk)
 
 

@@ -1,9 +1,10 @@
 """Fused QK-norm and rotary embedding, forward and backward: Pallas (Triton backend).
 
-XLA needs two passes over queries and keys, because a row's sum of squares comes before its use, and three over their
-gradients. Here each program processes a block of tokens, head by head. It reads each head's channels once, keeps them
-in registers and writes the result; the cos/sin tables are read once for all heads. Only the matmul's output is saved
-for the backward pass, which recomputes the sums. No GPU has run these kernels.
+XLA needs two passes over queries and keys, because a row's sum of squares comes before its use, and
+three over their gradients. Here each program processes a block of tokens, head by head. It reads
+each head's channels once, keeps them in registers and writes the result; the cos/sin tables are
+read once for all heads. Only the matmul's output is saved for the backward pass, which recomputes
+the sums. No GPU has run these kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jspeed.model.kernels.attention_backends import Refused
 
-TURNING = 2  # parts of a head that are rotated with one another; a head may have two more, that are not
+# parts of a head that are rotated with one another; a head may have two more, that are not
+TURNING = 2
 TOKENS = 32  # of a program
 WARPS = 4
 
@@ -34,19 +36,24 @@ def norm_and_rotate(
     padded: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries and keys, bf16 ``[B, T, H, K]``, of ``y_BTE``, bf16 ``[B, T, 2 H K]``, first all of q, then k.
+    """Return queries and keys, bf16 ``[B, T, H, K]``, of ``y_BTE``, bf16 ``[B, T, 2 H K]``, first
+    all of q, then k.
 
-    Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c is rotated
-    with channel c + F, F = K / 4 or K / 2, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and
-    all is multiplied by ``factor_B``: 1, or NaN. With ``look_back``, for F = K / 4, the second half of a key is that of
-    the token before, at the first token its own. Each head gets more channels up to ``padded``, a multiple of F: the
-    bf16 ``tags_BTF`` if any, then zeros. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
+    Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then
+    channel c is rotated with channel c + F, F = K / 4 or K / 2, by the angle of column h modulo P
+    of ``cos_TPF`` and ``sin_TPF`` (fp32), and all is multiplied by ``factor_B``: 1, or NaN. With
+    ``look_back``, for F = K / 4, the second half of a key is that of the token before, at the first
+    token its own. Each head gets more channels up to ``padded``, a multiple of F: the bf16
+    ``tags_BTF`` if any, then zeros. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
 
     :func:`jspeed.model.positions.queries_and_keys` does the same in plain JAX.
 
-    Raises Refused for other dtypes, F or ``padded``, where F is no power of two, or H not a multiple of P.
+    Raises Refused for other dtypes, F or ``padded``, where F is no power of two, or H not a
+    multiple of P.
     """
-    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padded, interpret)[0]
+    return _forward(
+        y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padded, interpret
+    )[0]
 
 
 def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padded, interpret):
@@ -54,20 +61,28 @@ def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padd
     parts, left = divmod(width, 2 * heads * count)
     if look_back and parts == TURNING or padded and padded % count:
         raise Refused(
-            f"QK-norm kernel: looks back with the half of a head that does not turn, and pads to a multiple of {count} "
-            f"angles; found {width} channels of 2 x {heads} heads, padded to {padded}; use OWN_KERNELS=off"
+            "QK-norm kernel: looks back with the half of a head that does not turn, and pads to a"
+            f" multiple of {count} angles; found {width} channels of 2 x {heads} heads, padded to"
+            f" {padded}; use OWN_KERNELS=off"
         )
     if left or parts not in (TURNING, 2 * TURNING) or count & (count - 1) or heads % columns:
         raise Refused(
-            f"QK-norm kernel: needs head width = {TURNING} or {2 * TURNING} x angles, a power-of-two number of angles, "
-            f"and heads that position columns divide; found 2 x {heads} heads in {width} channels, {count} angles, "
-            f"{columns} columns; use OWN_KERNELS=off"
+            f"QK-norm kernel: needs head width = {TURNING} or {2 * TURNING} x angles, a"
+            " power-of-two number of angles, and heads that position columns divide; found 2 x"
+            f" {heads} heads in {width} channels, {count} angles, {columns} columns; use"
+            " OWN_KERNELS=off"
         )
     if y_BTE.dtype != jnp.bfloat16:
         raise Refused(f"QK-norm kernel: needs bfloat16, found {y_BTE.dtype}; use OWN_KERNELS=off")
     wide = max(parts, (padded or 0) // count)
     outs = [jax.ShapeDtypeStruct((rows, length, heads * wide, count), y_BTE.dtype)] * 2
-    arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count), *([] if tags_BTF is None else [tags_BTF])
+    arrays = (
+        cos_TPF,
+        sin_TPF,
+        factor_B,
+        _in_parts(y_BTE, count),
+        *([] if tags_BTF is None else [tags_BTF]),
+    )
     q, k = _call(_forward_kernel, arrays, outs, heads, look_back, interpret)
     shape = rows, length, heads, wide * count
     return (q.reshape(shape), k.reshape(shape)), (y_BTE, cos_TPF, sin_TPF, factor_B)
@@ -77,7 +92,14 @@ def _backward(heads, look_back, padded, interpret, kept, gradients):
     y_BTE, cos_TPF, sin_TPF, factor_B = kept
     y, dq, dk = (_in_parts(x, cos_TPF.shape[2]) for x in (y_BTE, *gradients))
     arrays = cos_TPF, sin_TPF, factor_B, y, dq, dk
-    (dy,) = _call(_backward_kernel, arrays, [jax.ShapeDtypeStruct(y.shape, y.dtype)], heads, look_back, interpret)
+    (dy,) = _call(
+        _backward_kernel,
+        arrays,
+        [jax.ShapeDtypeStruct(y.shape, y.dtype)],
+        heads,
+        look_back,
+        interpret,
+    )
     return dy.reshape(y_BTE.shape), None, None, None, None
 
 
@@ -97,7 +119,8 @@ def _call(
     look_back: bool,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """Run ``kernel`` once for every block of tokens and lane; it gets all of a lane of every array."""
+    """Run ``kernel`` once for every block of tokens and lane; it gets all of a lane of every
+    array."""
     cos, sin, factor, *others = arrays
     tables = [x.reshape(x.shape[0], -1) for x in (cos, sin)]
     rows, length = others[0].shape[:2]
@@ -111,7 +134,11 @@ def _call(
     return pl.pallas_call(
         partial(kernel, heads=heads, look_back=look_back),
         grid=(pl.cdiv(length, TOKENS), rows),
-        in_specs=[*map(of_all, tables), pl.BlockSpec((1,), lambda i, b: (b,)), *map(of_lane, others)],
+        in_specs=[
+            *map(of_all, tables),
+            pl.BlockSpec((1,), lambda i, b: (b,)),
+            *map(of_lane, others),
+        ],
         out_specs=[of_lane(x) for x in results],
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -131,7 +158,10 @@ def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, *refs, heads, look_back
             first, second, *rest = ((part * scale).astype(ref.dtype) for part in x)
             first, second = first.astype(jnp.float32), second.astype(jnp.float32)
             rotated = first * cos + second * sin, second * cos - first * sin
-            more = [*(_load(ref.at[rows], _inside(ref, rows)) for ref in tags_refs), *[jnp.zeros_like(first)] * wide]
+            more = [
+                *(_load(ref.at[rows], _inside(ref, rows)) for ref in tags_refs),
+                *[jnp.zeros_like(first)] * wide,
+            ]
             for part, value in enumerate((*rotated, *rest, *more[: wide - parts])):
                 late = look_back and number == 1 and part >= TURNING
                 for at, mask in _key_targets(ref, rows) if late else [(rows, _inside(ref, rows))]:
@@ -140,21 +170,31 @@ def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, *refs, heads, look_back
     _for_heads(of_head, heads, y_ref.shape[2], cos_ref, sin_ref, factor_ref)
 
 
-def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref, *, heads, look_back):
+def _backward_kernel(
+    cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref, *, heads, look_back
+):
     parts, wide = y_ref.shape[1] // (2 * heads), dq_ref.shape[1] // heads
 
     def of_head(rows, cos, sin, factor, head):
         for number, ref in enumerate((dq_ref, dk_ref)):
             of_y, of_ref = (number * heads + head) * parts, head * wide
-            x, late = _read(y_ref, rows, of_y, range(parts)), TURNING if look_back and number == 1 else parts
+            x, late = (
+                _read(y_ref, rows, of_y, range(parts)),
+                TURNING if look_back and number == 1 else parts,
+            )
             g = _read(ref, rows, of_ref, range(late))
             if late < parts:
-                moved = (_read(ref, at, of_ref, range(late, parts), mask) for at, mask in _key_targets(ref, rows))
+                moved = (
+                    _read(ref, at, of_ref, range(late, parts), mask)
+                    for at, mask in _key_targets(ref, rows)
+                )
                 g += [a + b for a, b in zip(*moved, strict=True)]
             first, second, *rest = g
             g = [first * cos - second * sin, first * sin + second * cos, *rest]
             scale = _scale(x)
-            along = _sum(a * b for a, b in zip(g, x, strict=True)) * (scale * scale / (parts * cos.shape[1]))
+            along = _sum(a * b for a, b in zip(g, x, strict=True)) * (
+                scale * scale / (parts * cos.shape[1])
+            )
             scale, along = (scale * factor)[:, None], along[:, None]
             for part, (a, b) in enumerate(zip(g, x, strict=True)):
                 value = ((a - b * along) * scale).astype(dy_ref.dtype)
@@ -164,14 +204,19 @@ def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref
 
 
 def _for_heads(of_head, heads, count, cos_ref, sin_ref, factor_ref):
-    """Call ``of_head(tokens, cos, sin, factor, head)`` for each head; those of a column share the tables."""
+    """Call ``of_head(tokens, cos, sin, factor, head)`` for each head; those of a column share the
+    tables."""
     rows, factor = pl.ds(pl.program_id(0) * TOKENS, TOKENS), factor_ref[0]
     columns = cos_ref.shape[1] // count
     for column in range(columns):
-        cos, sin = (_load(ref.at[rows, pl.ds(column * count, count)], _inside(ref, rows)) for ref in (cos_ref, sin_ref))
+        cos, sin = (
+            _load(ref.at[rows, pl.ds(column * count, count)], _inside(ref, rows))
+            for ref in (cos_ref, sin_ref)
+        )
 
         def step(n, carry, cos=cos, sin=sin, column=column):
-            # JAX's interpreter loads by traced indices alone: n is one, and so is what is made of it.
+            # JAX's interpreter loads by traced indices alone: n is one, and so is what is made of
+            # it.
             of_head(rows, cos, sin, factor, n * columns + column)
             return carry
 
@@ -179,8 +224,8 @@ def _for_heads(of_head, heads, count, cos_ref, sin_ref, factor_ref):
 
 
 def _read(ref, rows, first, parts, mask=None):
-    """``parts`` from the ``first`` on in fp32, each ``[TOKENS, F]``, zeros where ``mask`` (or the lane) leaves tokens
-    out."""
+    """``parts`` from the ``first`` on in fp32, each ``[TOKENS, F]``, zeros where ``mask`` (or the
+    lane) leaves tokens out."""
     mask = _inside(ref, rows) if mask is None else mask
     return [_load(ref.at[rows, first + part], mask).astype(jnp.float32) for part in parts]
 
@@ -200,7 +245,8 @@ def _sum(parts):
 
 
 def _key_targets(ref, rows):
-    """Where second halves of the keys of ``rows`` are stored: at the next token; the first token's also at itself."""
+    """Where second halves of the keys of ``rows`` are stored: at the next token; the first token's
+    also at itself."""
     after, t = pl.ds(rows.start + 1, rows.size), _tokens(rows)
     return (after, t + 1 < ref.shape[0]), (rows, t == 0)
 

@@ -1,9 +1,11 @@
-"""Sums of rows that belong together, as they are, or as gradients in a step of row Adam: Pallas (Triton backend).
+"""Sums of rows that belong together, as they are, or as gradients in a step of row Adam: Pallas
+(Triton backend).
 
-XLA writes zeros in fp32, adds to them by atomics, and reads the sums in other passes. Here each program has a few
-neighbouring sums, whose rows are neighbours in a given order. It reads a block of them at a time, and multiplies it by
-the matrix of zeros and ones that says which row is of which sum; so a sum of many rows, such as the most frequent
-bigram's, is not added up row by row. Each row is read once, and sums stay in registers. No GPU has run these kernels.
+XLA writes zeros in fp32, adds to them by atomics, and reads the sums in other passes. Here each
+program has a few neighbouring sums, whose rows are neighbours in a given order. It reads a block of
+them at a time, and multiplies it by the matrix of zeros and ones that says which row is of which
+sum; so a sum of many rows, such as the most frequent bigram's, is not added up row by row. Each row
+is read once, and sums stay in registers. No GPU has run these kernels.
 """
 
 import math
@@ -19,16 +21,21 @@ from jspeed.model.kernels.attention_backends import Refused
 from jspeed.model.kernels.fused_attention import dot
 
 SUMS = 16  # of a program
-COLUMNS = 128  # at most, of a block; a program that changes a table does all, one that only sums does one block
+# at most, of a block; a program that changes a table does all, one that only sums does one block
+COLUMNS = 128
 ROWS, ADAM_ROWS = 32, 16  # of a block
 WARPS = 4
 
 
-def sum_rows(rows_ND: jax.Array, order_N: jax.Array, starts_S1: jax.Array, interpret: bool = False) -> jax.Array:
-    """Return ``[S, D]``: the sums of ``rows_ND[order_N[starts_S1[s] : starts_S1[s + 1]]]``, 0 where there are none.
+def sum_rows(
+    rows_ND: jax.Array, order_N: jax.Array, starts_S1: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """Return ``[S, D]``: the sums of ``rows_ND[order_N[starts_S1[s] : starts_S1[s + 1]]]``, 0 where
+    there are none.
 
-    Rows are bf16, ``order_N`` and the ascending ``starts_S1`` int32. Sums are fp32, and then rounded to bf16. A number
-    that is not finite makes NaN of its column in sums beside its own, too.
+    Rows are bf16, ``order_N`` and the ascending ``starts_S1`` int32. Sums are fp32, and then
+    rounded to bf16. A number that is not finite makes NaN of its column in sums beside its own,
+    too.
 
     Raises Refused for other dtypes, and where D is no multiple of 16.
     """
@@ -60,12 +67,13 @@ def row_adam(
     table_VD: jax.Array,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a table, changed in place, and the mean squares of its rows: a step of :mod:`jspeed.optim.rows`.
+    """Return a table, changed in place, and the mean squares of its rows: a step of
+    :mod:`jspeed.optim.rows`.
 
-    The gradients of rows ``numbers_S`` of ``table_VD``, all different, are sums as :func:`sum_rows` makes, in fp32, of
-    the rows of ``lists``, one after the other; rows from V on are left out. ``squares_S`` are the mean squares, already
-    decayed; ``factors_4`` (fp32) are the share of the new ones, the rate, epsilon, and the share of a weight that it
-    loses.
+    The gradients of rows ``numbers_S`` of ``table_VD``, all different, are sums as :func:`sum_rows`
+    makes, in fp32, of the rows of ``lists``, one after the other; rows from V on are left out.
+    ``squares_S`` are the mean squares, already decayed; ``factors_4`` (fp32) are the share of the
+    new ones, the rate, epsilon, and the share of a weight that it loses.
 
     Raises Refused as :func:`sum_rows` does.
     """
@@ -79,7 +87,8 @@ def row_adam(
         in_specs=whole,
         out_specs=(whole[5], whole[3]),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (table_VD, squares_S)),
-        input_output_aliases={5: 0},  # not the squares: each warp reads all of a program's, and one writes them
+        # not the squares: each warp reads all of a program's, and one writes them
+        input_output_aliases={5: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="row_adam",
@@ -99,7 +108,9 @@ def _sum_kernel(order_ref, starts_ref, rows_ref, sums_ref):
     columns = jnp.arange(sums_ref.shape[1])[None]
     (total,) = _add_up(order_ref, starts_ref, [rows_ref], pl.program_id(1), ROWS, [columns])
     inside = sums < sums_ref.shape[0]
-    plgpu.store(sums_ref.at[sums[:, None], columns], total.astype(sums_ref.dtype), mask=inside[:, None])
+    plgpu.store(
+        sums_ref.at[sums[:, None], columns], total.astype(sums_ref.dtype), mask=inside[:, None]
+    )
 
 
 def _adam_kernel(order_ref, starts_ref, numbers_ref, squares_ref, factors_ref, table_ref, *refs):
@@ -117,17 +128,26 @@ def _adam_kernel(order_ref, starts_ref, numbers_ref, squares_ref, factors_ref, t
     plgpu.store(new_squares_ref.at[sums], square, mask=inside)
     rate = (rate / (jnp.sqrt(square) + eps))[:, None]
     for total, part in zip(totals, parts, strict=True):
-        old = plgpu.load(table_ref.at[number, part], mask=number < rows, other=0).astype(jnp.float32)
+        old = plgpu.load(table_ref.at[number, part], mask=number < rows, other=0).astype(
+            jnp.float32
+        )
         change = rate * total
         change += fraction * old * (change * old > 0)
-        plgpu.store(changed_ref.at[number, part], (old - change).astype(changed_ref.dtype), mask=number < rows)
+        plgpu.store(
+            changed_ref.at[number, part],
+            (old - change).astype(changed_ref.dtype),
+            mask=number < rows,
+        )
 
 
 def _add_up(order_ref, starts_ref, lists, program, block, parts):
-    """The sums of a program, fp32 ``[SUMS, C]`` for each of the ``parts`` of the columns ``[1, C]``."""
+    """The sums of a program, fp32 ``[SUMS, C]`` for each of the ``parts`` of the columns ``[1,
+    C]``."""
     count, first = starts_ref.shape[0] - 1, program * SUMS
     sums = first + jnp.arange(SUMS)
-    starts, ends = (plgpu.load(starts_ref.at[sums + n], mask=sums < count, other=0)[:, None] for n in range(2))
+    starts, ends = (
+        plgpu.load(starts_ref.at[sums + n], mask=sums < count, other=0)[:, None] for n in range(2)
+    )
     start, end = (plgpu.load(starts_ref.at[at]) for at in (first, jnp.minimum(first + SUMS, count)))
 
     def add(n, totals):
@@ -142,10 +162,13 @@ def _add_up(order_ref, starts_ref, lists, program, block, parts):
 
 
 def _read(lists, number, part, mask):
-    """Columns ``part`` of rows, by their ``number`` among those of all lists; zeros where ``mask`` leaves them out."""
+    """Columns ``part`` of rows, by their ``number`` among those of all lists; zeros where ``mask``
+    leaves them out."""
     found, start = 0, 0
     for ref in lists:
-        here = mask & (start <= number) & (number < start + ref.shape[0]) if len(lists) > 1 else mask
+        here = (
+            mask & (start <= number) & (number < start + ref.shape[0]) if len(lists) > 1 else mask
+        )
         found = plgpu.load(ref.at[number - start, part], mask=here, other=found)
         start += ref.shape[0]
     return found

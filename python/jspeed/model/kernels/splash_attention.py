@@ -1,7 +1,8 @@
-"""JAX's attention kernels for TPUs (splash attention) on packed lanes: block sizes, masks, one kernel per window.
+"""JAX's attention kernels for TPUs (splash attention) on packed lanes: block sizes, masks, one
+kernel per window.
 
-Blocks of keys outside of the causal mask or the window are skipped, decided at compile time. Blocks of other documents
-are computed and masked.
+Blocks of keys outside of the causal mask or the window are skipped, decided at compile time. Blocks
+of other documents are computed and masked.
 """
 
 from functools import cache
@@ -17,9 +18,11 @@ BLOCKS = (512, 256, 128)  # tokens; the kernels take multiples of 128
 
 
 def block_of(length: int) -> int:
-    """Return the block size: the largest that pads a lane of ``length`` by an eighth or less, or else 128.
+    """Return the block size: the largest that pads a lane of ``length`` by an eighth or less, or
+    else 128.
 
-    49,152 and 1,024 tokens are whole blocks of 512; 14,464 are padded to 14,848; 640 are five blocks of 128.
+    49,152 and 1,024 tokens are whole blocks of 512; 14,464 are padded to 14,848; 640 are five
+    blocks of 128.
     """
     return next((block for block in BLOCKS if -length % block <= length // 8), BLOCKS[-1])
 
@@ -33,11 +36,13 @@ def attend(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention ``[B, T, H, K]`` in the inputs' dtype, within documents where ``ids_BT`` (int32) are given.
+    """Causal attention ``[B, T, H, K]`` in the inputs' dtype, within documents where ``ids_BT``
+    (int32) are given.
 
-    Queries are scaled beforehand and rounded once more, to their type. A lane is padded with zeros to whole blocks; no
-    token of the lane sees them, and their gradients are zero. Any head width compiles for TPUs; their matmul unit
-    multiplies 128 channels or more at once, so narrower heads leave a part of it idle.
+    Queries are scaled beforehand and rounded once more, to their type. A lane is padded with zeros
+    to whole blocks; no token of the lane sees them, and their gradients are zero. Any head width
+    compiles for TPUs; their matmul unit multiplies 128 channels or more at once, so narrower heads
+    leave a part of it idle.
     """
     length, heads = q_BTHK.shape[1:3]
     block = block_of(length)
@@ -53,13 +58,16 @@ def attend(
         ids_BT = jnp.pad(ids_BT, ((0, 0), (0, padding)))
         documents = [kernels.SegmentIds(ids_BT, ids_BT)]
     with jax.named_scope(f"splash_window{window or 0}_blocks{block}"):  # plan/attention.py reads it
-        out_BHTK = jax.vmap(_kernel(length + padding, heads, window, block, interpret))(*qkv, *documents)
+        out_BHTK = jax.vmap(_kernel(length + padding, heads, window, block, interpret))(
+            *qkv, *documents
+        )
     return jnp.moveaxis(out_BHTK, 1, 2)[:, :length]
 
 
 @cache
 def _kernel(length: int, heads: int, window: int | None, block: int, interpret: bool) -> Any:
-    """The kernels of all layers with one window: a function of q, k, v ``[H, T, K]`` and segment ids."""
+    """The kernels of all layers with one window: a function of q, k, v ``[H, T, K]`` and segment
+    ids."""
     mask = _Window(length, window)
     sizes = kernels.BlockSizes(
         block_q=block,
@@ -78,9 +86,11 @@ def _kernel(length: int, heads: int, window: int | None, block: int, interpret: 
 
 
 class _Window(masks.LocalMask):
-    """The last ``window`` tokens, or all before. Its blocks are computed once for each distance to the diagonal.
+    """The last ``window`` tokens, or all before. Its blocks are computed once for each distance to
+    the diagonal.
 
-    The library looks at every block several times: 49,152 tokens took 17 s of one core without this, 0.9 s with it.
+    The library looks at every block several times: 49,152 tokens took 17 s of one core without
+    this, 0.9 s with it.
     """
 
     def __init__(self, length: int, window: int | None) -> None:

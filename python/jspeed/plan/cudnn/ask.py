@@ -1,7 +1,9 @@
-"""Ask the real cuDNN, without a GPU, which engine it takes for a call of attention and how much workspace that needs.
+"""Ask the real cuDNN, without a GPU, which engine it takes for a call of attention and how much
+workspace that needs.
 
-``make test-cudnn`` downloads its wheels into ``.venv/cudnn``, 1.7 GB, where a plan finds them. Its heuristics and its
-compiler of kernels then run as on a GPU, with a driver that is a pretence (:mod:`jspeed.plan.cudnn.absent_driver`).
+``make test-cudnn`` downloads its wheels into ``.venv/cudnn``, 1.7 GB, where a plan finds them. Its
+heuristics and its compiler of kernels then run as on a GPU, with a driver that is a pretence
+(:mod:`jspeed.plan.cudnn.absent_driver`).
 """
 
 import json
@@ -48,12 +50,16 @@ def wheels_folder() -> Path | None:
 
 
 def ask(site: Path, target: Target, asked: Sequence[Call]) -> Answers:
-    """Return what cuDNN says of each call for a GPU that is not here, asked in as many processes as there are cores.
+    """Return what cuDNN says of each call for a GPU that is not here, asked in as many processes as
+    there are cores.
 
-    Raises OSError without a C compiler, and RuntimeError where cuDNN's process ends before it has answered.
+    Raises OSError without a C compiler, and RuntimeError where cuDNN's process ends before it has
+    answered.
     """
     driver = site / "driver" / target.name
-    device = absent_driver.properties(device_numbers(target.text), target.device_kind, target.capability)
+    device = absent_driver.properties(
+        device_numbers(target.text), target.device_kind, target.capability
+    )
     if not (driver / "libcudart.so.13").is_file():
         libraries = [*site.glob("nvidia/cudnn/lib/libcudnn*.so.9")]
         absent_driver.build(driver, libraries, device)
@@ -70,8 +76,13 @@ def ask(site: Path, target: Target, asked: Sequence[Call]) -> Answers:
         )
         said = [json.loads(line) for line in done.stdout.splitlines()]
         if len(said) != 1 + len(some):
-            raise RuntimeError(f"cuDNN's process ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
-        found = [Answer(one.get("engine", ""), one.get("workspace", 0), one.get("refused", "")) for one in said[1:]]
+            raise RuntimeError(
+                f"cuDNN's process ended with code {done.returncode}: {done.stderr.strip()[-300:]}"
+            )
+        found = [
+            Answer(one.get("engine", ""), one.get("workspace", 0), one.get("refused", ""))
+            for one in said[1:]
+        ]
         return said[0]["version"], found
 
     shares = [share for n in range(cores()) if (share := asked[n :: cores()])]

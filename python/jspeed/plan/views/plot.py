@@ -33,14 +33,15 @@ MIB = 2**20  # bytes; the legend leaves out what is smaller
 def write_svg(path: Path, plan: Plan) -> None:
     """Draw ``plan`` to ``path``, on white. Raises BadInput when that cannot be written.
 
-    Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed
-    communication, end to end; under them all communication, and the predicted step as a range.
-    Below: memory of the stage that needs most, by kind, and the size of a device.
+    Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels
+    and exposed communication, end to end; under them all communication, and the predicted step as a
+    range. Below: memory of the stage that needs most, by kind, and the size of a device.
     """
     heights = [1.1 + 0.52 * len(plan["stages"]), 1.4 + 0.19 * len(memory_by_kind(plan))]
 
     def draw(figure: "Figure") -> None:
-        figure.get_layout_engine().set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
+        engine = figure.get_layout_engine()
+        engine.set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
         above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
         title = printable(f"{plan['recipe']} on {plan['target']}", 50)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -69,9 +70,19 @@ def _times(axes: "Axes", stages: list[StagePlan]) -> None:
         axes.barh(row + 0.08, times["communication"], 0.14, color=ALL_COMMUNICATION, label=label)
         low, high = stage["predicted_ms"]
         label = "" if row else "predicted step"
-        axes.plot([low, high], [row + 0.3] * 2, color=INK, linewidth=1.4, marker="|", markersize=6, label=label)
+        axes.plot(
+            [low, high],
+            [row + 0.3] * 2,
+            color=INK,
+            linewidth=1.4,
+            marker="|",
+            markersize=6,
+            label=label,
+        )
         said = range_text([low, high], "ms")
-        axes.annotate(said, (high, row + 0.3), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            said, (high, row + 0.3), (5, 0), textcoords="offset points", va="center", fontsize=9
+        )
         right = max(right, left, times["communication"], high)
     axes.set_yticks(range(len(stages)), [printable(stage["name"], 16) for stage in stages])
     axes.set_ylim(len(stages) - 0.5, -0.5)
@@ -80,7 +91,8 @@ def _times(axes: "Axes", stages: list[StagePlan]) -> None:
 
 
 def _memory(axes: "Axes", plan: Plan) -> None:
-    """Draw one bar of all kinds end to end, the compiler's peak, what JAX may take, and the device's size."""
+    """Draw one bar of all kinds end to end, the compiler's peak, what JAX may take, and the
+    device's size."""
     stage = fullest(plan)
     title = printable(f"GB of one device in {stage['name']}, the fullest", 50)
     axes.set_title(title, fontsize=10)
@@ -93,7 +105,9 @@ def _memory(axes: "Axes", plan: Plan) -> None:
     lines = {"peak": peak, "JAX may take": plan["memory_limit_bytes"], "device": device}
     for style, (name, at) in zip(MARKS, lines.items(), strict=True):
         label = f"{name} {size(at)}"
-        axes.plot([at / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.2, linestyle=style, label=label)
+        axes.plot(
+            [at / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.2, linestyle=style, label=label
+        )
     axes.set_yticks([])
     axes.set_ylim(0.6, -0.6)
     axes.set_xlim(0, 1.04 * max(left, *lines.values()) / 1e9)
@@ -101,7 +115,8 @@ def _memory(axes: "Axes", plan: Plan) -> None:
 
 
 def _legend(axes: "Axes", columns: int) -> None:
-    """Put a legend under the numbers of the axis, at one distance whatever the height of the axes."""
+    """Put a legend under the numbers of the axis, at one distance whatever the height of the
+    axes."""
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(-0.06, 0),

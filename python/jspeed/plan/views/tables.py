@@ -1,4 +1,5 @@
-"""A plan as tables of text. The columns of a table are the fields of its rows (:mod:`jspeed.plan.schema`)."""
+"""A plan as tables of text. The columns of a table are the fields of its rows
+(:mod:`jspeed.plan.schema`)."""
 
 import math
 import re
@@ -36,7 +37,8 @@ def listing(title: str, rows: Sequence[Mapping[str, Any]], note: str = "") -> Ta
 
 
 def text(name: str, value: Any) -> str:
-    """Return the value of the field ``name`` as text. Bytes are known by the name, everything else by the type."""
+    """Return the value of the field ``name`` as text. Bytes are known by the name, everything else
+    by the type."""
     match value:
         case None | "":
             return NONE
@@ -47,7 +49,9 @@ def text(name: str, value: Any) -> str:
         case dict():
             return ", ".join(f"{key}={text(key, inner)}" for key, inner in value.items())
         case list():
-            return range_text(value) if name.startswith("predicted") else " x ".join(map(str, value))
+            return (
+                range_text(value) if name.startswith("predicted") else " x ".join(map(str, value))
+            )
     return size(value) if "bytes" in name else number(value)
 
 
@@ -55,7 +59,10 @@ def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
     rows = [
         {
-            "stage": re.sub(", step (.) of (.)", r" (\1/\2)", stage["name"]) + " *" * (not stage["compiled"]),
+            "stage": (
+                re.sub(", step (.) of (.)", r" (\1/\2)", stage["name"])
+                + " *" * (not stage["compiled"])
+            ),
             "steps": stage["steps"],
             "tokens": stage["tokens_per_step"],
             "predicted ms": stage["predicted_ms"],
@@ -72,10 +79,11 @@ def stages(plan: Plan) -> Table:
         for stage in plan["stages"]
     ]
     note = (
-        "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are compute-bound and "
-        "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and "
-        "in blocks of attention that find nothing to do. Peak: of memory. micro-batch: tokens x number; in parentheses "
-        "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another program."
+        "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are"
+        " compute-bound and memory-bound kernels. Idle: between kernels, which is part of the"
+        " roofline as is exposed communication, and in blocks of attention that find nothing to do."
+        " Peak: of memory. micro-batch: tokens x number; in parentheses the tokens of a head-loss"
+        " chunk; remat: layers are recomputed. *: shares another program."
     )
     return listing("stages", rows, note)
 
@@ -83,7 +91,11 @@ def stages(plan: Plan) -> Table:
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the other tables, in the order of the page."""
     stage, device = fullest(plan), plan["device_memory_bytes"]
-    limits = {"peak": stage["memory_bytes"]["peak"], "JAX may take": plan["memory_limit_bytes"], "a device has": device}
+    limits = {
+        "peak": stage["memory_bytes"]["peak"],
+        "JAX may take": plan["memory_limit_bytes"],
+        "a device has": device,
+    }
     rows: list[dict[str, Any]] = [
         {"kind": kind, "size": size(value), "of the device": percent(value, device)}
         for kind, value in {**memory_by_kind(plan), **limits}.items()
@@ -95,11 +107,18 @@ def tables(plan: Plan) -> Iterator[Table]:
         yield compared(before, plan)
     yield by_stage(plan, "FLOPs by part of the model", "flops_by_part", "One device, one step.")
     yield by_stage(plan, "FLOPs by dtype", "flops_by_dtype")
-    yield listing("matmuls", plan["matmuls"], "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
+    yield listing(
+        "matmuls",
+        plan["matmuls"],
+        "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.",
+    )
     yield by_stage(plan, "kernels", "kernels")
     yield collectives(plan)
     yield listing("predictions against measured steps", plan["calibration"])
-    rows = [{"kind": kind.replace("_", " "), "share": percent(share, 1)} for kind, share in plan["fractions"].items()]
+    rows = [
+        {"kind": kind.replace("_", " "), "share": percent(share, 1)}
+        for kind, share in plan["fractions"].items()
+    ]
     yield listing("assumed fraction of the peak", rows)
     facts, sources = plan["facts"], plan["facts"]["sources"]
     rows = [
@@ -116,17 +135,26 @@ def searched(plan: Plan) -> Table:
 
 
 def by_stage(
-    plan: Plan, title: str, key: Literal["flops_by_part", "flops_by_dtype", "kernels"], note: str = ""
+    plan: Plan,
+    title: str,
+    key: Literal["flops_by_part", "flops_by_dtype", "kernels"],
+    note: str = "",
 ) -> Table:
-    """Return a table with a row for every stage and a column for everything that any stage has under ``key``."""
-    return listing(title, [{"stage": stage["name"], **stage[key]} for stage in plan["stages"]], note)
+    """Return a table with a row for every stage and a column for everything that any stage has
+    under ``key``."""
+    return listing(
+        title, [{"stage": stage["name"], **stage[key]} for stage in plan["stages"]], note
+    )
 
 
 def collectives(plan: Plan) -> Table:
     """Return the collectives of every stage that has others than those before it."""
     rows, seen = [], []
     for stage in plan["stages"]:
-        same = [(c["kind"], c["axis"], c["count"], c["bytes"], c["dtype"], c["async"]) for c in stage["collectives"]]
+        same = [
+            (c["kind"], c["axis"], c["count"], c["bytes"], c["dtype"], c["async"])
+            for c in stage["collectives"]
+        ]
         if same not in seen:
             seen.append(same)
             rows += [{"stage": stage["name"], **one} for one in stage["collectives"]]
@@ -151,7 +179,8 @@ def compared(before: Plan, after: Plan) -> Table:
 
 
 def means(plan: Plan) -> dict[str, float]:
-    """Return what is compared of a plan: numbers of the run, and means over the steps of all stages."""
+    """Return what is compared of a plan: numbers of the run, and means over the steps of all
+    stages."""
     steps = sum(stage["steps"] for stage in plan["stages"])
     averages: dict[str, float] = {"parameters": plan["parameters"], "steps": steps}
     for stage in plan["stages"]:
@@ -184,13 +213,19 @@ def memory_by_kind(plan: Plan) -> dict[str, int]:
 
 
 def micro_batch(row: MicroBatch) -> str:
-    """Return the tokens of a micro-batch, those of a head-loss chunk in parentheses, and whether remat is on."""
+    """Return the tokens of a micro-batch, those of a head-loss chunk in parentheses, and whether
+    remat is on."""
     chunk = row.get("head_chunk")
-    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + ", remat" * row.get("remat", False)
+    return (
+        f"{row['micro_batch_tokens']:,}"
+        + (f" ({chunk:,})" if chunk else "")
+        + ", remat" * row.get("remat", False)
+    )
 
 
 def number(value: float) -> str:
-    """Return three digits of ``value``, from a million on with an SI prefix; a smaller whole number has all."""
+    """Return three digits of ``value``, from a million on with an SI prefix; a smaller whole number
+    has all."""
     if abs(value) >= 1e6:
         return si(value, 3, gap=" ")
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,4 +1,5 @@
-"""Print a plan, its memory traffic, estimates without a compiler, or any table; a plan also as a page."""
+"""Print a plan, its memory traffic, estimates without a compiler, or any table; a plan also as a
+page."""
 
 import io
 import sys
@@ -33,18 +34,19 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
     console.print(
-        f"{made['recipe']} on {made['target']} ({made['devices']} x {made['device_kind']}, {made['nodes']} node"
-        f"{'s' if made['nodes'] > 1 else ''}), mesh {mesh}, layout {made['layout']}, {made['parameters']:,} parameters"
+        f"{made['recipe']} on {made['target']} ({made['devices']} x {made['device_kind']},"
+        f" {made['nodes']} node{'s' if made['nodes'] > 1 else ''}), mesh {mesh}, layout"
+        f" {made['layout']}, {made['parameters']:,} parameters"
     )
     if whole:
         console.print(" ".join((f"recipe {made['recipe_hash']}", *made["sets"])), style="dim")
     console.print(made["fit"], style=None if made["fits"] else "red")
     print_table(console, tables.stages(made))
     console.print(
-        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, "
-        f"{tables.range_text(made['predicted_seconds'], 's')} to the target "
-        f"(fitted {tables.number(made['fitted_seconds'])} s), "
-        f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
+        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step,"
+        f" {tables.range_text(made['predicted_seconds'], 's')} to the target (fitted"
+        f" {tables.number(made['fitted_seconds'])} s), ${cost['low']:.2f} to ${cost['high']:.2f} at"
+        f" ${cost['per_device_hour']:.2f} per device-hour"
     )
     largest = (
         f"{row['source']}, {row['bound']}-bound: {row['seconds']:.1f} s ({row['share']:.0%})"
@@ -57,8 +59,14 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     if len(made["stages"]) > 1 and not whole:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["findings"]:
-        console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
-    elsewhere = {made["fit"], *(f"{finding['name']}: {finding['text']}" for finding in made["findings"])}
+        console.print(
+            f"{finding['level']}: {finding['name']}: {finding['text']}",
+            style=LEVELS[finding["level"]],
+        )
+    elsewhere = {
+        made["fit"],
+        *(f"{finding['name']}: {finding['text']}" for finding in made["findings"]),
+    }
     for warning in made["warnings"]:
         if warning not in elsewhere:
             console.print(f"note: {warning}", style="dim")
@@ -67,18 +75,26 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
 
 
 def write_html(path: Path, made: Plan) -> None:
-    """Write a whole plan to ``path`` as one page without a script. Raises BadInput when it cannot."""
+    """Write a whole plan to ``path`` as one page without a script. Raises BadInput when it
+    cannot."""
     console = Console(highlight=False, record=True, file=io.StringIO(), width=160)
     print_plan(made, console, whole=True)
     write_whole(path, console.export_html())
 
 
 def print_estimates(
-    console: Console, recipe: Recipe, layout: str, mesh: Mesh, limit: int, micro_batch: int | None = None
+    console: Console,
+    recipe: Recipe,
+    layout: str,
+    mesh: Mesh,
+    limit: int,
+    micro_batch: int | None = None,
 ) -> None:
-    """Print what needs no compiler, with its formulas: counts of ``recipe``, and the memory of its longest stage.
+    """Print what needs no compiler, with its formulas: counts of ``recipe``, and the memory of its
+    longest stage.
 
-    ``limit``: bytes of a device that a step may take. Raises :class:`BadInput` as :func:`.estimates.memory` does.
+    ``limit``: bytes of a device that a step may take. Raises :class:`BadInput` as
+    :func:`.estimates.memory` does.
     """
     stage = max(recipe.stages, key=lambda stage: stage.lane_len)
     need = memory(recipe, stage, layout, mesh, micro_batch)
@@ -87,30 +103,44 @@ def print_estimates(
     whole = "unsharded" + ", of the layers one at a time" * by_layer
     why = f"{tables.size(sum(need))} of {tables.size(limit)}; compile to be sure"
     if need.fits(limit) == "no":
-        why = f"state and gathered parameters need {tables.size(need.kept + need.gathered)} of {tables.size(limit)}"
+        why = (
+            f"state and gathered parameters need {tables.size(need.kept + need.gathered)} of"
+            f" {tables.size(limit)}"
+        )
         why += "; --layout fsdp gathers layer by layer" if recipe.alike and not by_layer else ""
     formulas = (
         "exact: stored, the master copy, sharded as jspeed run --show-layout shows",
         "exact: sharded as its parameters",
-        f"exact: {recipe.lanes // row_shards(mesh)} lanes x {recipe.row_words(stage.lane_len)} tokens",
+        (
+            f"exact: {recipe.lanes // row_shards(mesh)} lanes x {recipe.row_words(stage.lane_len)}"
+            " tokens"
+        ),
         f"bound: every parameter that is cast or gathered, {whole}",
-        f"bound: {whole} in the compute dtype, and sharded as stored; with several micro-batches also an fp32 sum",
-        f"estimate for {tokens:,} tokens: input and output of every matrix, a row of every table, logits twice",
+        (
+            f"bound: {whole} in the compute dtype, and sharded as stored; with several"
+            " micro-batches also an fp32 sum"
+        ),
+        (
+            f"estimate for {tokens:,} tokens: input and output of every matrix, a row of every"
+            " table, logits twice"
+        ),
     )
     rows = zip(need._fields, formulas, map(tables.size, need), strict=True)
     console.print(Text(f"sizes of {recipe.name}", style="bold"))
     opening(console, describe(recipe))
     console.print(Text(f"\nmemory of one device of {mesh.size:,}, layout {layout}", style="bold"))
-    opening(console, [*rows, ("all", "estimate: not all of it exists at once", tables.size(sum(need))),
+    opening(console, [*rows, ("all", "estimate: not all of it exists at once",
+    tables.size(sum(need))),
                       ("fits", why, need.fits(limit))])  # fmt: skip
 
 
 def print_traffic(moved: Traffic, console: Console) -> None:
     """Print :func:`jspeed.plan.describe.describe_traffic`: its sums and its first 40 lines."""
     console.print(
-        f"{moved['recipe']} on {moved['target']}: {moved['bytes'] / 1e9:.1f} GB and {moved['flops'] / 1e12:.2f} TFLOP "
-        f"in {moved['kernels']} kernels, {moved['roofline_ms']:.1f} ms (fitted {moved['fitted_ms']:.1f}), "
-        f"{moved['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {tables.micro_batch(moved)}"
+        f"{moved['recipe']} on {moved['target']}: {moved['bytes'] / 1e9:.1f} GB and"
+        f" {moved['flops'] / 1e12:.2f} TFLOP in {moved['kernels']} kernels,"
+        f" {moved['roofline_ms']:.1f} ms (fitted {moved['fitted_ms']:.1f}),"
+        f" {moved['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {tables.micro_batch(moved)}"
     )
     note = "One device, the last stage's step; seconds of the roofline; collectives are left out."
     print_table(console, tables.listing("bytes moved", moved["lines"][:40], note))

@@ -1,9 +1,11 @@
-"""Gathered copies and accumulated gradients of parameters that are updated every few steps, carried between steps.
+"""Gathered copies and accumulated gradients of parameters that are updated every few steps, carried
+between steps.
 
-Such parameters are all-gathered once, and their gradients reduce-scattered once, between two updates. Until then each
-device carries the gathered copies and its accumulated gradients, both in the compute dtype; those of tables that are
-``summed`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it carries the rows that the
-steps have named and their gradients, one list for each step (``Pending`` of :mod:`jspeed.parallel.lazy_table`).
+Such parameters are all-gathered once, and their gradients reduce-scattered once, between two
+updates. Until then each device carries the gathered copies and its accumulated gradients, both in
+the compute dtype; those of tables that are ``summed`` are fp32, and a step adds its rows to them in
+place. Of lazily updated tables it carries the rows that the steps have named and their gradients,
+one list for each step (``Pending`` of :mod:`jspeed.parallel.lazy_table`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +26,8 @@ Carry = dict[str, dict[str, Any]]
 
 
 def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
-    """Return zeros: gathered copies (``whole``), and gradients (``sums``) with a leading axis of devices.
+    """Return zeros: gathered copies (``whole``), and gradients (``sums``) with a leading axis of
+    devices.
 
     Empty if every parameter is updated at every step.
     """
@@ -38,10 +41,14 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
         if spec.lookups:
             size = waiting_rows(recipe, spec, cut, devices)
             grads = jnp.zeros((devices, size, shape[1]), spec.compute or spec.dtype)
-            return [Pending(jnp.zeros((devices, size), jnp.int32), grads) for _ in range(spec.every - 1)]
+            return [
+                Pending(jnp.zeros((devices, size), jnp.int32), grads) for _ in range(spec.every - 1)
+            ]
         if owned(spec, cut):
             shape = shape[0] // devices, *shape[1:]
-        return jnp.zeros((devices, *shape), jnp.float32 if spec.summed else spec.compute or spec.dtype)
+        return jnp.zeros(
+            (devices, *shape), jnp.float32 if spec.summed else spec.compute or spec.dtype
+        )
 
     return _carry(recipe, layout, mesh, copy, gradients)
 
@@ -68,16 +75,21 @@ def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: i
 
 
 def without_carry(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without the carry, which the first step of a period does not read: what a checkpoint keeps."""
+    """Return the state without the carry, which the first step of a period does not read: what a
+    checkpoint keeps."""
     return {name: part for name, part in state.items() if name != "carry"}
 
 
 def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
-    """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first step after an update.
+    """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first
+    step after an update.
 
-    Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their gradients, then zeros.
+    Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their
+    gradients, then zeros.
     """
-    kept = {path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0}
+    kept = {
+        path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0
+    }
     copies = by_path(recipe, whole) | kept
     for path, spec in leaves(recipe.parameters):
         if spec.summed:
@@ -86,11 +98,14 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     return from_paths(recipe, copies)
 
 
-def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
-    """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update; the next carry).
+def accumulate(
+    recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any
+) -> tuple[Any, Carry]:
+    """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update;
+    the next carry).
 
-    The carry of a parameter that a step updates means nothing; the next step does not read it. The gradient of a
-    lazily updated table becomes the lists of all steps since its last update.
+    The carry of a parameter that a step updates means nothing; the next step does not read it. The
+    gradient of a lazily updated table becomes the lists of all steps since its last update.
     """
     if not carried:
         return grads, carried
@@ -102,7 +117,8 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
         age, old = _age(recipe, ctx, path), sums[path]
         due = age == spec.updated_after(ctx.stage) - 1
         if spec.lookups:
-            size = min(len(summed[path].rows_R2), old[0].rows_R.shape[-1])  # the same in all steps of a stage
+            # the same in all steps of a stage
+            size = min(len(summed[path].rows_R2), old[0].rows_R.shape[-1])
             new = pending(summed[path], copies[path].shape[0], size)
             summed[path] = [*(Pending(*(a[0, :size] for a in each)) for each in old[:age]), new]
             if not due:
@@ -110,7 +126,9 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
                 sums[path] = [*old[:age], last, *old[age + 1 :]]
             continue
         copy = copies[path]
-        if spec.summed:  # the sums before are in the gradient, and in its place whether or not the next step reads it
+        # the sums before are in the gradient, and in its place whether or not the next step reads
+        # it
+        if spec.summed:
             copy, sums[path] = copy.tables_VND, summed[path][None]
             summed[path] = summed[path].astype(copy.dtype)
         else:
@@ -122,14 +140,15 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
 
 
 def number_due(recipe: Recipe, stage: Stage, phase: int) -> int:
-    """Return the number by which a step's updates are due: of the parameters whose ``every`` divides it."""
+    """Return the number by which a step's updates are due: of the parameters whose ``every``
+    divides it."""
     last = (phase + 1) % (stage.every or recipe.period) == 0
     return recipe.period if last else phase + 1
 
 
 def first_alike(recipe: Recipe, stage: Stage, phase: int) -> int:
-    """Return the first phase whose step is the same program as that of ``phase``: for every parameter it is as long
-    since the last update, and the same ones are due."""
+    """Return the first phase whose step is the same program as that of ``phase``: for every
+    parameter it is as long since the last update, and the same ones are due."""
     own = updates(recipe, stage, phase)
     return next(n for n in range(phase + 1) if updates(recipe, stage, n) == own)
 
@@ -142,10 +161,19 @@ def updates(recipe: Recipe, stage: Stage, phase: int) -> tuple[tuple[int, bool],
 
 
 def steps_of(recipe: Recipe, stage: Stage, phase: int) -> list[int]:
-    """Return the steps, from 0, of the program of ``phase`` in all stages that are ``stage`` but for their length."""
-    phases = [n for n in range(recipe.period) if first_alike(recipe, stage, n) == first_alike(recipe, stage, phase)]
+    """Return the steps, from 0, of the program of ``phase`` in all stages that are ``stage`` but
+    for their length."""
+    phases = [
+        n
+        for n in range(recipe.period)
+        if first_alike(recipe, stage, n) == first_alike(recipe, stage, phase)
+    ]
     ends = zip(recipe.stages, running_sums(each.steps for each in recipe.stages), strict=True)
-    spans = [range(end - each.steps, end) for each, end in ends if replace(each, steps=stage.steps) == stage]
+    spans = [
+        range(end - each.steps, end)
+        for each, end in ends
+        if replace(each, steps=stage.steps) == stage
+    ]
     return [step for span in spans for step in span if step % recipe.period in phases]
 
 
@@ -158,7 +186,9 @@ def by_path(recipe: Recipe, tree: Any) -> dict[str, Any]:
 
 def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
     """Undo :func:`by_path`."""
-    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values()))
+    return jax.tree.unflatten(
+        jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values())
+    )
 
 
 def _age(recipe: Recipe, ctx: Context, path: str) -> int:
@@ -167,11 +197,20 @@ def _age(recipe: Recipe, ctx: Context, path: str) -> int:
 
 
 def _carry(
-    recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable[..., Any], sums: Callable[..., Any]
+    recipe: Recipe,
+    layout: str,
+    mesh: Mesh | None,
+    whole: Callable[..., Any],
+    sums: Callable[..., Any],
 ) -> Carry:
-    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its path."""
+    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its
+    path."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
     slow = [(path, spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1]
     copies = {path: whole(spec, cut) for path, spec, cut in slow if not spec.lookups}
-    return {"whole": copies, "sums": {path: sums(spec, cut) for path, spec, cut in slow}} if slow else {}
+    return (
+        {"whole": copies, "sums": {path: sums(spec, cut) for path, spec, cut in slow}}
+        if slow
+        else {}
+    )

@@ -20,11 +20,12 @@ SUFFIX = "-cache"
 
 
 def use_compile_cache() -> None:
-    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where.
+    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR
+    says where.
 
-    A folder that cannot be written is read, if it is there, and one line on stderr says why. An entry that cannot be
-    read, or not be written whole, is removed, with those of the programs of its name, and one line says so; JAX then
-    compiles and writes new ones.
+    A folder that cannot be written is read, if it is there, and one line on stderr says why. An
+    entry that cannot be read, or not be written whole, is removed, with those of the programs of
+    its name, and one line says so; JAX then compiles and writes new ones.
     """
     least = 0.5  # seconds of compiling that are worth a file
     try:
@@ -53,7 +54,9 @@ def use_compile_cache() -> None:
         what, name, why = warned.groups()
         ending = "could not be written and will be compiled again"
         if not remove(name):
-            ending = "cannot be used and stays there; remove it, or give the folder's files to yourself"
+            ending = (
+                "cannot be used and stays there; remove it, or give the folder's files to yourself"
+            )
         elif what == "reading":
             ending = "is damaged and was replaced"
         say(f"the compiled program '{name}' in {folder()} {ending} ({why.splitlines()[0][:100]})")
@@ -68,7 +71,8 @@ def folder() -> Path:
 
 
 def remove(name: str) -> bool:
-    """Remove all entries of programs called ``name``, of which JAX has just warned; return whether none is left.
+    """Remove all entries of programs called ``name``, of which JAX has just warned; return whether
+    none is left.
 
     Its warning does not say which one it was; the others are compiled again.
     """

@@ -1,4 +1,5 @@
-"""Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for hardware."""
+"""Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for
+hardware."""
 
 import ctypes
 import os
@@ -18,26 +19,33 @@ from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
 from jspeed.recipe import OWN_KERNELS, OwnKernel, Recipe
 from jspeed.run.evidence.provenance import installed_version
 
-USABLE = 0.95  # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
-CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
+# of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
+USABLE = 0.95
+# tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
+CPU_MICRO_BATCH = 512
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
-BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
+# of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
+BYTES_PER_TOKEN = 900_000
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-# Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
+# Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within
+# documents
 FUSED = (8, 0)
 HOPPER = (9, 0)
-PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
+# cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
+PACKED_CUDNN = HOPPER, (12, 0)
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens.
+    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest,
+    in tokens.
 
-    Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none where it was
-    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels.
-    ``own_kernels``: Pallas kernels of jspeed that may replace parts of the recipe (OWN_KERNELS).
+    Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none
+    where it was ``asked`` for. ``note`` is what a user should know of a device that is used without
+    its own kernels. ``own_kernels``: Pallas kernels of jspeed that may replace parts of the recipe
+    (OWN_KERNELS).
     """
 
     platform: str
@@ -53,10 +61,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a program runs: on the devices of ``mesh``, which all are like ``device``, its state sharded by ``layout``.
+    """Where a program runs: on the devices of ``mesh``, which all are like ``device``, its state
+    sharded by ``layout``.
 
-    ``micro_batches``: for the recipe of a run (:func:`jspeed.run.compute.division.place`), the numbers of micro-batches
-    that a step of each stage is tried with, in order.
+    ``micro_batches``: for the recipe of a run (:func:`jspeed.run.compute.division.place`), the
+    numbers of micro-batches that a step of each stage is tried with, in order.
     """
 
     mesh: Mesh
@@ -71,28 +80,39 @@ class Placement:
 
 
 def device_of(
-    mesh: Mesh, attention: str | None = None, memory: int | None = None, recipe: Recipe | None = None
+    mesh: Mesh,
+    attention: str | None = None,
+    memory: int | None = None,
+    recipe: Recipe | None = None,
 ) -> Device:
     """Return what the devices of ``mesh`` can do; ``attention`` overrides the choice of backend.
 
-    ``memory`` is what an absent device has, in bytes. ``recipe`` says whether lanes hold documents to attend within;
-    without one they may. A device that is not known gets what runs everywhere, and a note.
-    Raises :class:`BadInput` for a backend that is unknown, or that these devices do not have.
+    ``memory`` is what an absent device has, in bytes. ``recipe`` says whether lanes hold documents
+    to attend within; without one they may. A device that is not known gets what runs everywhere,
+    and a note. Raises :class:`BadInput` for a backend that is unknown, or that these devices do not
+    have.
     """
     first = mesh.devices.flat[0]
     cuda = first.platform in GPUS and capability_of(first) is not None
-    known = [name for name in BACKENDS if name != "splash"] if cuda else backends(first, packed=True)
+    known = (
+        [name for name in BACKENDS if name != "splash"] if cuda else backends(first, packed=True)
+    )
     if attention is not None and attention not in known:
         raise BadInput(
-            f"--attention {attention}: on {first.platform} devices the backends are {', '.join(known)}"
-            f"{nearest(attention, known)}"
+            f"--attention {attention}: on {first.platform} devices the backends are"
+            f" {', '.join(known)}{nearest(attention, known)}"
         )
     if first.platform == "cpu":
-        return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None)
+        return Device(
+            "cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None
+        )
     # memory_stats works on devices of this process only.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
-    packed, bounded = recipe is None or has_document_masks(recipe), recipe is not None and has_bounded_documents(recipe)
+    packed, bounded = (
+        recipe is None or has_document_masks(recipe),
+        recipe is not None and has_bounded_documents(recipe),
+    )
     best, *rest = [attention] if attention else backends(first, packed, head_width(recipe), bounded)
     return Device(
         platform=first.platform,
@@ -108,8 +128,13 @@ def device_of(
 
 
 def with_kernels_asked_for(device: Device, fields: Mapping[str, Any]) -> Device:
-    """Return ``device`` without own kernels unless OWN_KERNELS among the recipe's ``fields`` asks for them."""
-    return device if fields.get("OWN_KERNELS") in ("auto", "on") else replace(device, own_kernels=frozenset())
+    """Return ``device`` without own kernels unless OWN_KERNELS among the recipe's ``fields`` asks
+    for them."""
+    return (
+        device
+        if fields.get("OWN_KERNELS") in ("auto", "on")
+        else replace(device, own_kernels=frozenset())
+    )
 
 
 def has_document_masks(recipe: Recipe) -> bool:
@@ -127,11 +152,14 @@ def head_width(recipe: Recipe | None) -> int | None:
     return recipe.attention_width // recipe.heads if recipe and recipe.heads else None
 
 
-def backends(device: Any, packed: bool, width: int | None = None, bounded: bool = False) -> list[str]:
-    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere.
+def backends(
+    device: Any, packed: bool, width: int | None = None, bounded: bool = False
+) -> list[str]:
+    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``,
+    runs everywhere.
 
-    ``packed`` lanes hold documents, ``bounded`` ones of a length that none exceeds. ``width`` is that of a head, None
-    if it is not known.
+    ``packed`` lanes hold documents, ``bounded`` ones of a length that none exceeds. ``width`` is
+    that of a head, None if it is not known.
     """
     if device.platform == "tpu":
         return ["splash", "xla"]
@@ -140,7 +168,9 @@ def backends(device: Any, packed: bool, width: int | None = None, bounded: bool 
         return ["xla"]
     least, below = PACKED_CUDNN
     fa4 = ["fa4"] if capability == HOPPER and find_spec("fa4_jax") else []
-    cudnn = ["cudnn", *["cudnn_lanes"] * bounded] if not packed or least <= capability < below else []
+    cudnn = (
+        ["cudnn", *["cudnn_lanes"] * bounded] if not packed or least <= capability < below else []
+    )
     triton = ["triton"] if width is None or width in TRITON_WIDTHS else []
     return [*fa4, *cudnn, *triton, "xla"]
 
@@ -157,28 +187,41 @@ def device_note(device: Any) -> str:
     """What a user is told of a device that is no NVIDIA GPU and no CPU."""
     kind = getattr(device, "device_kind", device.platform)
     if device.platform == "tpu":
-        return f"{kind}: splash attention, no FP8; jspeed compiles for TPUs but has not been run on one"
-    return f"{kind} ({device.platform}) is an unknown device kind: XLA attention, no FP8, never tested"
+        return (
+            f"{kind}: splash attention, no FP8; jspeed compiles for TPUs but has not been run"
+            " on one"
+        )
+    return (
+        f"{kind} ({device.platform}) is an unknown device kind: XLA attention, no FP8, never tested"
+    )
 
 
 def platform_problem(used: str) -> str | None:
-    """Why JAX uses no better platform than ``used``, or that slowly, with the remedy; None where it was told to."""
+    """Why JAX uses no better platform than ``used``, or that slowly, with the remedy; None where it
+    was told to."""
     if used == "cpu" and jax.config.values["jax_platforms"]:
         return None
-    return accelerators.problem(accelerators.find(), used, visible_gpus(os.environ), installed_version)
+    return accelerators.problem(
+        accelerators.find(), used, visible_gpus(os.environ), installed_version
+    )
 
 
 def micro_batch_of(memory: int | None) -> int:
     """Tokens to begin with on a device of ``memory`` bytes: what it holds, at most GPU_MICRO_BATCH.
 
-    Whether they fit is seen when the step is compiled; a start near the answer saves compilations that do not fit.
+    Whether they fit is seen when the step is compiled; a start near the answer saves compilations
+    that do not fit.
     """
-    return GPU_MICRO_BATCH if memory is None else max(1, min(GPU_MICRO_BATCH, memory // BYTES_PER_TOKEN))
+    return (
+        GPU_MICRO_BATCH
+        if memory is None
+        else max(1, min(GPU_MICRO_BATCH, memory // BYTES_PER_TOKEN))
+    )
 
 
 def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
-    """Return (names, explanation) of what computes attention, with a recipe's FP8 field ``fp8`` FP8 matmuls, and what
-    has own kernels."""
+    """Return (names, explanation) of what computes attention, with a recipe's FP8 field ``fp8`` FP8
+    matmuls, and what has own kernels."""
     names, words = [device.attention], ["attention backend"]
     if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
         names.append("FP8 off")
@@ -195,7 +238,8 @@ def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes that a program may need of ``device``; None where they are not known (CPU, absent devices)."""
+    """Bytes that a program may need of ``device``; None where they are not known (CPU, absent
+    devices)."""
     try:
         stats = device.memory_stats()
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -205,11 +249,12 @@ def memory_of(device: Any) -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Speed up steps on a CPU: tell glibc never to give freed memory back to the kernel. Elsewhere do nothing.
+    """Speed up steps on a CPU: tell glibc never to give freed memory back to the kernel. Elsewhere
+    do nothing.
 
-    XLA allocates a program's temporaries anew at every call. By default each such block is a fresh mapping whose
-    pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md). Call it
-    before other threads allocate.
+    XLA allocates a program's temporaries anew at every call. By default each such block is a fresh
+    mapping whose pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md).
+    Call it before other threads allocate.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

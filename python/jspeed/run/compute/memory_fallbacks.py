@@ -1,5 +1,5 @@
-"""Settings tried, in order, until a step fits in device memory: smaller micro-batches, chunked head loss, split lanes,
-remat. A lane is a row of a batch: documents packed one after another."""
+"""Settings tried, in order, until a step fits in device memory: smaller micro-batches, chunked head
+loss, split lanes, remat. A lane is a row of a batch: documents packed one after another."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -11,13 +11,14 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
 from jspeed.sizes import scored_heads
 
-HEAD_CHUNK = 4096  # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
+# tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
+HEAD_CHUNK = 4096
 
 
 class Attempt(NamedTuple):
-    """A step over ``parts`` micro-batches and the bytes of a device that it needs; ``step`` is None if the compiler
-    refused it. The head's loss takes ``head_chunk`` tokens of a row at a time; None: all. ``remat``: layers are
-    recomputed for their gradients."""
+    """A step over ``parts`` micro-batches and the bytes of a device that it needs; ``step`` is None
+    if the compiler refused it. The head's loss takes ``head_chunk`` tokens of a row at a time;
+    None: all. ``remat``: layers are recomputed for their gradients."""
 
     step: jax.stages.Compiled | None
     parts: int
@@ -48,12 +49,15 @@ def attempts(
 ) -> Iterator[Attempt]:
     """Compile the step of ``stage`` over each of ``numbers`` of micro-batches, fewest first.
 
-    One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks, unless they free
-    too little (:func:`bytes_freed_by_chunks`) or the recipe's loss takes none, so that the program would be the same.
-    For the smallest micro-batch layers are recomputed then: more expensive than pieces, so it comes last.
+    One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks,
+    unless they free too little (:func:`bytes_freed_by_chunks`) or the recipe's loss takes none, so
+    that the program would be the same. For the smallest micro-batch layers are recomputed then:
+    more expensive than pieces, so it comes last.
     """
 
-    def attempt(parts: int, head_chunk: int | None, remat: bool, lowered: jax.stages.Lowered) -> Attempt:
+    def attempt(
+        parts: int, head_chunk: int | None, remat: bool, lowered: jax.stages.Lowered
+    ) -> Attempt:
         need, step = measure(lowered)
         return Attempt(step, parts, head_chunk, remat, lowered, need)
 
@@ -75,10 +79,12 @@ def attempts(
 
 
 def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
-    """Bytes that chunks can free at most, where a device takes one of ``parts`` micro-batches at once.
+    """Bytes that chunks can free at most, where a device takes one of ``parts`` micro-batches at
+    once.
 
-    They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are taken at once, of
-    which fewer need less at no cost, where a row is no longer than a chunk, and in a pipeline.
+    They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are
+    taken at once, of which fewer need less at no cost, where a row is no longer than a chunk, and
+    in a pipeline.
     """
     lanes = lanes_of_device(recipe, stage, mesh)
     if parts < lanes or mesh.shape.get("pipe", 1) > 1:
@@ -87,14 +93,18 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
     return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
 
 
-def memory_notes(stage: Stage, micro_tokens: int, head_chunk: int | None, remat: bool) -> Iterator[str]:
-    """Yield a note on each setting that makes a step of ``stage`` fit; none if a device takes whole lanes and all of
-    their logits at once."""
+def memory_notes(
+    stage: Stage, micro_tokens: int, head_chunk: int | None, remat: bool
+) -> Iterator[str]:
+    """Yield a note on each setting that makes a step of ``stage`` fit; none if a device takes whole
+    lanes and all of their logits at once."""
     if micro_tokens < (lane := stage.lane_len):
         pieces = lane // micro_tokens
         longest = f"pieces of at most {piece_length(stage, pieces):,}, one at a time"
         yield f"a lane of {lane:,} tokens is cut at document borders into {pieces} {longest}"
     if head_chunk:
-        yield f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
+        yield (
+            f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
+        )
     if remat:
         yield "layers are recomputed for their gradients instead of stored"

@@ -1,7 +1,9 @@
-"""Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend where one fails.
+"""Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend
+where one fails.
 
-A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
-example, and the run takes the next backend. The examples are in :mod:`jspeed.run.compute.preflight_checks`.
+A kernel can be refused when its plan is built, or be wrong in one version of a library: both are
+seen here, on a small example, and the run takes the next backend. The examples are in
+:mod:`jspeed.run.compute.preflight_checks`.
 """
 
 import os
@@ -20,14 +22,20 @@ from jspeed.recipe import OwnKernel, Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compiler import FP8_CALL, custom_calls, out_of_memory
-from jspeed.run.compute.device import Device, Placement, has_bounded_documents, has_document_masks, head_width
+from jspeed.run.compute.device import (
+    Device,
+    Placement,
+    has_bounded_documents,
+    has_document_masks,
+    head_width,
+)
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.output.console import waiting
 
 
 class Feature(NamedTuple):
-    """A feature that a device may have: the recipe's field for it, its name, its checks by theirs, the device's
-    settings without it, and what is used instead."""
+    """A feature that a device may have: the recipe's field for it, its name, its checks by theirs,
+    the device's settings without it, and what is used instead."""
 
     field: str
     name: str
@@ -38,9 +46,9 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found: ``placement`` has the settings that work, ``checks`` are the names of what passed, ``refused``
-    those of what did not, with the reasons. ``calls``: what the last stage's program calls
-    (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
+    """What was found: ``placement`` has the settings that work, ``checks`` are the names of what
+    passed, ``refused`` those of what did not, with the reasons. ``calls``: what the last stage's
+    program calls (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
     """
 
     placement: Placement
@@ -55,7 +63,9 @@ class Preflight:
 
     def with_device(self, **settings: Any) -> "Preflight":
         """Return this with other ``settings`` of the device."""
-        return replace(self, placement=replace(self.placement, device=replace(self.device, **settings)))
+        return replace(
+            self, placement=replace(self.placement, device=replace(self.device, **settings))
+        )
 
     def record(self) -> Kernels:
         """What run.json says of it."""
@@ -69,29 +79,38 @@ class Preflight:
         return said if self.calls is None else said | {"calls": dict(self.calls)}
 
 
-def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console) -> Preflight:
+def preflight(
+    recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console
+) -> Preflight:
     """Return what of the device works, in the order of its ``attention`` and ``fallbacks``.
 
-    Reads FP8 and OWN_KERNELS of the recipe's ``fields``. Where there is nothing to choose between (a CPU), nothing is
-    checked. All processes must call this and agree. Raises :class:`BadInput` when no backend works, when what was asked
-    for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong sum.
+    Reads FP8 and OWN_KERNELS of the recipe's ``fields``. Where there is nothing to choose between
+    (a CPU), nothing is checked. All processes must call this and agree. Raises :class:`BadInput`
+    when no backend works, when what was asked for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``)
+    does not, or when a collective returns a wrong sum.
     """
     mesh, device = placement.mesh, placement.device
     wanted = {field for field in ("FP8", "OWN_KERNELS") if fields.get(field) in ("auto", "on")}
-    native, own = device.fp8 == "native" and "FP8" in wanted, device.own_kernels and "OWN_KERNELS" in wanted
+    native, own = (
+        device.fp8 == "native" and "FP8" in wanted,
+        device.own_kernels and "OWN_KERNELS" in wanted,
+    )
     if device.platform == "cpu" and device.attention == "xla" and not (native or own):
         return Preflight(placement)
     result = working_attention(recipe, Preflight(placement))
     passed, refused, instead = [*result.checks], [*result.refused], ""
-    for feature in [*[fp8_matmuls()] * native, *(own_kernels(recipe, result.device) if own else ())]:
+    for feature in [
+        *[fp8_matmuls()] * native,
+        *(own_kernels(recipe, result.device) if own else ()),
+    ]:
         reasons = (failure_of(name, check) for name, check in feature.checks.items())
         reason = next((text for text in reasons if text), None)
         if reason is None:
             passed += feature.checks
         elif fields[feature.field] == "on":
             raise BadInput(
-                f"field {feature.field} is 'on' but the preflight refuses {feature.name}: {reason}; set "
-                f"{feature.field}=auto or {feature.field}=off"
+                f"field {feature.field} is 'on' but the preflight refuses {feature.name}: {reason};"
+                f" set {feature.field}=auto or {feature.field}=off"
             )
         else:
             refused.append(f"{feature.name}: {reason}")
@@ -100,7 +119,9 @@ def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], c
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
         if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
-            raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
+            raise BadInput(
+                f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)"
+            )
         passed.append(name)
     if refused:
         said = f"preflight: {'; '.join(refused)}; attention by {result.device.attention}{instead}"
@@ -121,11 +142,21 @@ def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
     for kernel in sorted(device.own_kernels):
         name = f"own kernel {kernel}"
         checks = {name: partial(preflight_checks.own_kernel_error, kernel)}
-        if kernel == "queries and keys" and device.attention == "cudnn" and has_bounded_documents(recipe):
+        if (
+            kernel == "queries and keys"
+            and device.attention == "cudnn"
+            and has_bounded_documents(recipe)
+        ):
             width = head_width(recipe) or 128
-            check = partial(preflight_checks.attention_error, "cudnn", width, packed=True, tagged=True)
+            check = partial(
+                preflight_checks.attention_error, "cudnn", width, packed=True, tagged=True
+            )
             checks[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
-        found.append(Feature("OWN_KERNELS", name, checks, partial(_without, kernel), f"XLA's instead of {name}"))
+        found.append(
+            Feature(
+                "OWN_KERNELS", name, checks, partial(_without, kernel), f"XLA's instead of {name}"
+            )
+        )
     return found
 
 
@@ -134,7 +165,8 @@ def _without(kernel: OwnKernel, device: Device) -> dict[str, Any]:
 
 
 def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
-    """Return ``before`` with the first of its device's attention backends that computes what it should, checked.
+    """Return ``before`` with the first of its device's attention backends that computes what it
+    should, checked.
 
     Raises :class:`BadInput` when none does.
     """
@@ -157,10 +189,11 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
             result = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
             return replace(result, checks=(*names, *others), refused=(*before.refused, *refused))
         refused.append(f"attention {backend}: {reason}")
-    what = "--" if before.device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
+    # --attention NAME: reason
+    what = "--" if before.device.asked else "no attention backend works on these devices: "
     raise BadInput(
-        f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention, or give "
-        "--no-preflight to run without this check"
+        f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention,"
+        " or give --no-preflight to run without this check"
     )
 
 
@@ -176,11 +209,12 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
 def compile_or_fall_back(
     recipe: Recipe, checked: Preflight, rows: int, fields: Mapping[str, Any], console: Console
 ) -> tuple[Program, Preflight]:
-    """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try the next backend.
+    """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try
+    the next backend.
 
-    All processes use the same backend, and none continues before all have compiled: gloo collectives time out after
-    30 s. Raises :class:`BadInput` for a backend or own kernels that were asked for (by the recipe's ``fields``), and
-    what :func:`compile_program` raises.
+    All processes use the same backend, and none continues before all have compiled: gloo
+    collectives time out after 30 s. Raises :class:`BadInput` for a backend or own kernels that were
+    asked for (by the recipe's ``fields``), and what :func:`compile_program` raises.
     """
     while True:
         device = checked.device
@@ -192,41 +226,55 @@ def compile_or_fall_back(
                 if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise
                 error, failure = caught, first_line(caught)
-        tried = f"compiled with {device.attention}, own kernels {', '.join(sorted(device.own_kernels)) or 'none'}"
+        tried = (
+            f"compiled with {device.attention}, own kernels"
+            f" {', '.join(sorted(device.own_kernels)) or 'none'}"
+        )
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
         own = bool(device.own_kernels)
         if own and fields.get("OWN_KERNELS") == "on":
             raise BadInput(
-                f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
-                "OWN_KERNELS=auto or OWN_KERNELS=off"
+                "field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels"
+                f" ({reason}); set OWN_KERNELS=auto or OWN_KERNELS=off"
             ) from error
         if not own and not device.fallbacks:
             raise BadInput(
-                f"--attention {device.attention}: the step cannot be compiled with it ({reason}); choose another one, "
-                "or leave the flag out"
+                f"--attention {device.attention}: the step cannot be compiled with it ({reason});"
+                " choose another one, or leave the flag out"
             ) from error
         dropped = "own kernel" if own else f"attention {device.attention}"
-        refused = f"{dropped}{'s' * own}: the step cannot be compiled with {'them' if own else 'it'} ({reason})"
+        refused = (
+            f"{dropped}{'s' * own}: the step cannot be compiled with {'them' if own else 'it'}"
+            f" ({reason})"
+        )
         others = tuple(name for name in checked.checks if not name.startswith(dropped))
         less: dict[str, Any] = {"own_kernels": frozenset()}
         if not own:
             less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
         again = checked.checks and not own  # not with --no-preflight
-        checked = replace(checked.with_device(**less), checks=others, refused=(*checked.refused, refused))
+        checked = replace(
+            checked.with_device(**less), checks=others, refused=(*checked.refused, refused)
+        )
         if again:
             checked = working_attention(recipe, checked)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
-        instead = "XLA's instead of own kernels" if own else f"attention by {checked.device.attention}"
+        instead = (
+            "XLA's instead of own kernels" if own else f"attention by {checked.device.attention}"
+        )
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
 
-def count_kernels(program: Program, checked: Preflight, fields: Mapping[str, Any], console: Console) -> Preflight:
-    """Return ``checked`` with what the compiled steps call; say so where FP8 matmuls should be among it and are not.
+def count_kernels(
+    program: Program, checked: Preflight, fields: Mapping[str, Any], console: Console
+) -> Preflight:
+    """Return ``checked`` with what the compiled steps call; say so where FP8 matmuls should be
+    among it and are not.
 
-    Of the recipe's ``fields`` FP8 counts. XLA may multiply in bf16 what was to be multiplied in FP8; the result differs
-    by rounding, so that no check of numbers shows it. Raises :class:`BadInput` then if the field says ``on``.
+    Of the recipe's ``fields`` FP8 counts. XLA may multiply in bf16 what was to be multiplied in
+    FP8; the result differs by rounding, so that no check of numbers shows it. Raises
+    :class:`BadInput` then if the field says ``on``.
     """
     calls, fp8 = [custom_calls(step) for step in program.compiled], fields.get("FP8")
     if not calls:  # without jit
@@ -239,5 +287,7 @@ def count_kernels(program: Program, checked: Preflight, fields: Mapping[str, Any
     flags = f"; XLA_FLAGS is {os.environ['XLA_FLAGS']!r}" if os.environ.get("XLA_FLAGS") else ""
     if fp8 == "on":
         raise BadInput(f"field FP8 is 'on' but {lost}{flags}; set FP8=auto or FP8=off")
-    console.print(f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True)
+    console.print(
+        f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True
+    )
     return checked.with_device(fp8="emulated")

@@ -29,25 +29,31 @@ Case: TypeAlias = tuple[Run, Run, list[Any]]  # a kernel, the same in plain JAX,
 
 LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
 WINDOW = 300
-BORDERS = (1, 100, 101, 700)  # where documents of the first lane start; the second lane is one document
+# where documents of the first lane start; the second lane is one document
+BORDERS = (1, 100, 101, 700)
 HEADS = 2
 FP8_SHAPE = (256, 384, 512)  # rows, columns, contracted
 LIMIT = 0.008
-"""Root mean square error relative to what is expected. Rounding to bf16 makes 0.002 to 0.003 of it (seen with ``xla``
-on a CPU) and a result that is 1 % off at least 0.01."""
+"""Root mean square error relative to what is expected. Rounding to bf16 makes 0.002 to 0.003 of it
+(seen with ``xla`` on a CPU) and a result that is 1 % off at least 0.01."""
 FP8_LIMIT = 0.02
-"""Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off makes 0.03."""
+"""Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off
+makes 0.03."""
 KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
 
 
 def on_first_device(run: Run, arrays: Any) -> Any:
-    """Return what ``run`` computes of ``arrays`` on a device of this process, compiled as steps are; on the host."""
+    """Return what ``run`` computes of ``arrays`` on a device of this process, compiled as steps
+    are; on the host."""
     device = jax.local_devices()[0]
-    return jax.device_get(jax.jit(run, compiler_options=options_for(device.platform))(*jax.device_put(arrays, device)))
+    return jax.device_get(
+        jax.jit(run, compiler_options=options_for(device.platform))(*jax.device_put(arrays, device))
+    )
 
 
 def relative_rms_error(found: Any, expected: np.ndarray) -> float:
-    """Root mean square error relative to the root mean square of what is expected; NaN if anything is."""
+    """Root mean square error relative to the root mean square of what is expected; NaN if anything
+    is."""
     found = np.asarray(found, np.float64)
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -65,31 +71,45 @@ def first_mismatch(
     return None
 
 
-def attention_error(backend: str, width: int, packed: bool, bounded: bool = False, tagged: bool = False) -> str | None:
-    """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
+def attention_error(
+    backend: str, width: int, packed: bool, bounded: bool = False, tagged: bool = False
+) -> str | None:
+    """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return
+    what is wrong.
 
-    ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are half as long again, of
-    documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads have documents in their second half. Both
-    have gradients of near keys alone, as a recipe may. Raises what the backend raises.
+    ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are
+    half as long again, of documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads
+    have documents in their second half. Both have gradients of near keys alone, as a recipe may.
+    Raises what the backend raises.
     """
     tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
     tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
     if bounded:
         tokens[1, LENGTH // 2 + 10] = 1
     draw = np.random.default_rng(0)
-    q, k, v, g = (draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
+    q, k, v, g = (
+        draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4)
+    )
     scale, window, half = width**-0.5, WINDOW if packed else None, width // 2
     near = WINDOW // 2 if bounded or tagged else None
     if tagged:
         q[..., half:] = k[..., half:] = 0
 
-    def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        documents = find_documents(tokens, 1, len(BORDERS) + 2, LENGTH if bounded else None) if packed else None
+    def call(
+        tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        documents = (
+            find_documents(tokens, 1, len(BORDERS) + 2, LENGTH if bounded else None)
+            if packed
+            else None
+        )
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             if tagged and documents:
                 q, k = (x.at[..., half:].set(tags(documents, half)[:, :, None]) for x in (q, k))
-            call = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
+            call = partial(
+                attention, scale=scale, documents=documents, window=window, backend=backend
+            )
             return call(q, k, v, tagged=tagged, gradient_window=near)
 
         out, back = jax.vjp(run, q, k, v)
@@ -111,8 +131,8 @@ def attention_in_float64(
     window: int | None,
     near: int | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """Attention and its gradients by NumPy, all scores at once: (out, dq, dk, dv), each ``[B, T, H, K]``. ``near``: the
-    gradients' own window."""
+    """Attention and its gradients by NumPy, all scores at once: (out, dq, dk, dv), each ``[B, T, H,
+    K]``. ``near``: the gradients' own window."""
     q, k, v, g = (np.moveaxis(x.astype(np.float64), 1, 2) for x in (q, k, v, g))
     t, s = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
     seen = (s <= t) & (t - s < (window or len(t))) & (ids[:, :, None] == ids[:, None, :])
@@ -128,10 +148,14 @@ def attention_in_float64(
 
 
 def fp8_error() -> str | None:
-    """Compare an FP8 matmul and both of its gradients with matmuls of the same FP8 values in float64."""
+    """Compare an FP8 matmul and both of its gradients with matmuls of the same FP8 values in
+    float64."""
     rows, columns, depth = FP8_SHAPE
     draw = np.random.default_rng(0)
-    x, w, g = (draw.normal(size=s).astype(jnp.bfloat16) for s in ((rows, depth), (columns, depth), (rows, columns)))
+    x, w, g = (
+        draw.normal(size=s).astype(jnp.bfloat16)
+        for s in ((rows, depth), (columns, depth), (rows, columns))
+    )
     scales = fp8.Scales(x=1 / 64, w=1 / 64, grad=1 / 8192)
 
     def call(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
@@ -146,7 +170,11 @@ def fp8_error() -> str | None:
 
 def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
     limit = float(jnp.finfo(dtype).max)
-    return np.clip(a.astype(np.float32) / np.float32(scale), -limit, limit).astype(dtype).astype(np.float64)
+    return (
+        np.clip(a.astype(np.float32) / np.float32(scale), -limit, limit)
+        .astype(dtype)
+        .astype(np.float64)
+    )
 
 
 def own_kernel_error(kernel: OwnKernel) -> str | None:
@@ -155,14 +183,19 @@ def own_kernel_error(kernel: OwnKernel) -> str | None:
         found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (own, plain))
         names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
-        if wrong := first_mismatch(names, found, [np.asarray(one, np.float64) for one in expected], limit):
+        if wrong := first_mismatch(
+            names, found, [np.asarray(one, np.float64) for one in expected], limit
+        ):
             return wrong
     return None
 
 
-def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKernel, dict[str, Case]]:
+def own_kernels(
+    rows: int, width: int, mlp_width: int, heads: int
+) -> dict[OwnKernel, dict[str, Case]]:
     """The parts of each own kernel by name, for ``rows`` tokens and a model of ``width``."""
-    from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient  # slow to import, and most runs do without
+    # slow to import, and most runs do without
+    from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient
 
     draw = np.random.default_rng(0)
 
@@ -175,7 +208,9 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
     def with_gradients(run: Run) -> tuple[Run, Run]:
         def both(own: bool, gradients: Any, *arrays: Any) -> Any:
             if not own:  # in fp32, so that only the kernel rounds
-                gradients, arrays = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, arrays))
+                gradients, arrays = jax.tree.map(
+                    lambda a: a.astype(jnp.float32), (gradients, arrays)
+                )
             out, back = jax.vjp(partial(run, own_kernels=own), *arrays)
             return out, back(gradients)
 
@@ -184,12 +219,19 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
     shape = 2, rows // 2, heads, width // heads
     starts = np.zeros(shape[:2], np.int32)
     starts[:, :: rows // 5] = 1
-    rotary = partial(queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True)
+    rotary = partial(
+        queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True
+    )
     rotary = partial(rotary, positions_TP=np.arange(shape[1])[:, None])
 
     def narrow(y: Any, own_kernels: bool) -> Any:
         half = shape[3] // 2
-        given = {"shape": (*shape[:3], half), "look_back": False, "padded": shape[3], "own_kernels": own_kernels}
+        given = {
+            "shape": (*shape[:3], half),
+            "look_back": False,
+            "padded": shape[3],
+            "own_kernels": own_kernels,
+        }
         return tuple(x[..., :half] for x in rotary(y, **given))
 
     def fetch(table: Any, own_kernels: bool) -> Any:
@@ -204,12 +246,17 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
 
     ids = draw.integers(0, rows, size=(2, rows // 2), dtype=np.int32)
     ids[0, : rows // 4] = 7  # a row that many tokens name
-    half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))  # of an owner that has half of the rows
-    composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
+    # of an owner that has half of the rows
+    half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))
+    composed_heads = partial(
+        composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112
+    )
 
     def copied(q: Any, k: Any, none: Any, own_kernels: bool) -> Any:
         targets, documents = jnp.asarray(words[:, 1:]), find_documents(jnp.asarray(starts), 1)
-        found = pointer.copies(0, q, k, none, jnp.asarray(words[:, :-1]), targets, documents, 150, own_kernels)
+        found = pointer.copies(
+            0, q, k, none, jnp.asarray(words[:, :-1]), targets, documents, 150, own_kernels
+        )
         return found.target_BT, found.none_BT
 
     def gradient_of_norm(out: Any, normed: Any, x: Any, scale: Any) -> Any:
@@ -228,7 +275,8 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
         np.array([0.05, 0.01, 1e-3], np.float32),
     ]
     of_heads = [random(*shape) for _ in range(4)]  # a gradient, queries, keys, values
-    of_outputs = [of_heads[0], of_heads[1] + of_heads[3], of_heads[3]]  # outputs have a part of their own values
+    # outputs have a part of their own values
+    of_outputs = [of_heads[0], of_heads[1] + of_heads[3], of_heads[3]]
     of_tokens = [random(*shape[:3]) for _ in range(2)]
     words = draw.integers(0, 20, size=(shape[0], shape[1] + 1), dtype=np.int32)
     of_copies = tuple(random(*shape[:2], dtype=np.float32) for _ in range(2))
@@ -239,17 +287,27 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
     return {
         "MLP": {
             "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
-            "gradient of squared ReLU": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
+            "gradient of squared ReLU": (
+                *of_mlp("squared_relu_gradient"),
+                [g, weights.T, h.astype(jnp.bfloat16)],
+            ),
             "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
             "gradient of squared ReLU in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
             "FP8 casts": casts,
         },
         "FP8 casts": {"FP8 casts": casts},
         "gradient of a norm": {
-            "gradient": (norm_gradient.norm_gradient, gradient_of_norm, [g, x, x[::-1], np.float32(1.25)])
+            "gradient": (
+                norm_gradient.norm_gradient,
+                gradient_of_norm,
+                [g, x, x[::-1], np.float32(1.25)],
+            )
         },
         "queries and keys": {
-            "heads": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
+            "heads": (
+                *with_gradients(rotary),
+                [tuple(of_heads[:2]), random(*shape[:2], 2 * width)],
+            ),
             "narrow heads": (
                 *with_gradients(narrow),
                 [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
@@ -261,7 +319,9 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
             "heads": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
             "narrow heads": (*with_gradients(without_own_value), [*half_heads, of_tokens[0]]),
         },
-        "sums of rows": {"look-up": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)])},
+        "sums of rows": {
+            "look-up": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)])
+        },
         "update of rows": {
             "update": (
                 partial(update, True),
@@ -273,17 +333,22 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKe
 
 
 def collectives_error(mesh: Mesh) -> str | None:
-    """Sum over all devices, whole and cut among them, numbers whose sums are known; return what is wrong."""
+    """Sum over all devices, whole and cut among them, numbers whose sums are known; return what is
+    wrong."""
     axes, size = tuple(mesh.axis_names), mesh.size
     cut = PartitionSpec(axes)
 
     def on_device(mine: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.psum(mine, axes), jax.lax.psum_scatter(mine, axes, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(mine, axes), jax.lax.psum_scatter(
+            mine, axes, scatter_dimension=1, tiled=True
+        )
 
     # Device d has the numbers d + j * size, all of them exact in fp32.
     wide = 128 * size
     given = (np.arange(size)[:, None] + size * np.arange(wide)[None]).astype(np.float32)
-    shared = jax.shard_map(on_device, mesh=mesh, in_specs=cut, out_specs=(cut, cut), check_vma=False)
+    shared = jax.shard_map(
+        on_device, mesh=mesh, in_specs=cut, out_specs=(cut, cut), check_vma=False
+    )
     reduced, scattered = jax.jit(shared)(put(given, NamedSharding(mesh, cut)))
     wanted = given.astype(np.float64).sum(0)
     for shard in reduced.addressable_shards:

@@ -1,4 +1,5 @@
-"""The executables of a run, compiled for its mesh before training: initial state, steps of each stage, evaluation."""
+"""The executables of a run, compiled for its mesh before training: initial state, steps of each
+stage, evaluation."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,15 @@ from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_o
 from jspeed.run.compute.device import GPUS, Device, Placement
 from jspeed.run.compute.division import divisions, lanes_of_device
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
-from jspeed.run.compute.step import State, at_end, eval_step, init_state, lazy_specs, train_step, without_jit
+from jspeed.run.compute.step import (
+    State,
+    at_end,
+    eval_step,
+    init_state,
+    lazy_specs,
+    train_step,
+    without_jit,
+)
 
 GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
@@ -34,16 +43,18 @@ StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
+    """Compiled executables. All take and return arrays on the mesh; none moves anything to the
+    host.
 
-    ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p modulo the
-    recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of ``Data.dtype`` (longer with retrieval:
-    :mod:`jspeed.retrieval`) -> (state, {"loss": fp32 scalar}). ``evaluate(params, rows, impossible)``: such rows
-    ``[eval_rows, eval_len + 1]``, and ``[V, V / 8]`` bits or None, -> fp32 mean loss of each row, the last ones
-    padding; ``accuracy`` likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of weights
-    take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk``
-    (None: all), and layers are recomputed for their gradients with ``remat``. ``parts``: micro-batches of a device in
-    each stage.
+    ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
+    number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
+    ``Data.dtype`` (longer with retrieval: :mod:`jspeed.retrieval`) -> (state, {"loss": fp32
+    scalar}). ``evaluate(params, rows, impossible)``: such rows ``[eval_rows, eval_len + 1]``, and
+    ``[V, V / 8]`` bits or None, -> fp32 mean loss of each row, the last ones padding; ``accuracy``
+    likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of weights
+    take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's
+    loss ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``.
+    ``parts``: micro-batches of a device in each stage.
     """
 
     init: Callable[[int], State]
@@ -60,7 +71,11 @@ class Program:
     @property
     def compiled(self) -> list[jax.stages.Compiled]:
         """The steps; none without jit."""
-        return [step for step in chain.from_iterable(self.steps) if isinstance(step, jax.stages.Compiled)]
+        return [
+            step
+            for step in chain.from_iterable(self.steps)
+            if isinstance(step, jax.stages.Compiled)
+        ]
 
     @property
     def need(self) -> int:
@@ -78,7 +93,8 @@ class Program:
 
 
 def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
-    """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that of ``recipe``.
+    """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that
+    of ``recipe``.
 
     Raises :class:`BadInput` for a step or evaluation that needs more memory than a device has.
     """
@@ -87,13 +103,21 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     mesh, layout = placement.mesh, placement.layout
     shapes, shardings = state_shardings(recipe, layout, mesh)
     number = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
-    drawn = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(number).compile()
+    drawn = (
+        jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings)
+        .lower(number)
+        .compile()
+    )
 
     def init(seed: int) -> State:
         return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
 
     alike, period = partial(accumulators.first_alike, recipe), recipe.period
-    jobs = [(recipe.stages.index(stage), alike(stage, phase)) for stage in recipe.stages for phase in range(period)]
+    jobs = [
+        (recipe.stages.index(stage), alike(stage, phase))
+        for stage in recipe.stages
+        for phase in range(period)
+    ]
     unlike = list(dict.fromkeys(jobs))
     done = compile_all(lambda job: fit(recipe, placement, *job), unlike, placement.device)
     fitted = [done[unlike.index(job)] for job in jobs]
@@ -103,18 +127,26 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     idle = idle_state_bytes(recipe, placement)
     padded, evaluation = compile_evaluation(recipe, placement, micro_tokens, rows, idle)
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
-    end: Callable[[State], State] = lambda state: state  # noqa: E731
+    end: Callable[[State], State] = lambda state: state
     if recipe.averages:
-        end = jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings).lower(shapes).compile()
-    return Program(init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, parts)
+        end = (
+            jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings)
+            .lower(shapes)
+            .compile()
+        )
+    return Program(
+        init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, parts
+    )
 
 
-def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device) -> list[Attempt]:
+def compile_all(
+    compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device
+) -> list[Attempt]:
     """Compile side by side on a CPU, two at a time on GPUs.
 
-    XLA tries kernels on the GPU with arrays as large as the program's: several programs at once can be more than it
-    holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs out of memory is compiled again,
-    alone.
+    XLA tries kernels on the GPU with arrays as large as the program's: several programs at once can
+    be more than it holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs
+    out of memory is compiled again, alone.
     """
     with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else cores()) as pool:
         started = [pool.submit(compile_one, job) for job in jobs]
@@ -140,24 +172,30 @@ def compile_evaluation(
     padded, lowered = lower_evaluation(recipe, placement, micro_tokens, rows)
     need, evaluation = measured(partial(compiled, device=device), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
-        there = f" and there are {device.memory / 1e9:.1f} GB" if device.memory else ", more than there are"
+        there = (
+            f" and there are {device.memory / 1e9:.1f} GB"
+            if device.memory
+            else ", more than there are"
+        )
         raise BadInput(
-            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} "
-            f"tokens{there}; use more or larger devices, or --set a shorter EVAL_LEN"
+            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate rows of"
+            f" {recipe.eval_len} tokens{there}; use more or larger devices, or --set a shorter"
+            " EVAL_LEN"
         )
     return padded, evaluation
 
 
 def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
-    """Return the programs of a run as Python that computes operation by operation, for JAX_DISABLE_JIT and a debugger.
+    """Return the programs of a run as Python that computes operation by operation, for
+    JAX_DISABLE_JIT and a debugger.
 
     Raises :class:`BadInput` on more than one device.
     """
     mesh, layout, device = placement.mesh, placement.layout, placement.device
     if mesh.size > 1:
         raise BadInput(
-            f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave --mesh out, and on GPUs "
-            "set CUDA_VISIBLE_DEVICES=0"
+            f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave"
+            " --mesh out, and on GPUs set CUDA_VISIBLE_DEVICES=0"
         )
     _, shardings = state_shardings(recipe, layout, mesh)
 
@@ -165,21 +203,32 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
         return jax.device_put(init_state(recipe, jnp.uint32(seed), layout, mesh), shardings)
 
     def step(stage: Stage, parts: int, phase: int) -> StepProgram:
-        return partial(train_step, recipe, step_context(recipe, stage, device, phase), placement, parts)
+        return partial(
+            train_step, recipe, step_context(recipe, stage, device, phase), placement, parts
+        )
 
     stages = zip(recipe.stages, placement.parts, strict=True)
     steps = tuple(tuple(step(*each, phase) for phase in range(recipe.period)) for each in stages)
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
     cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     evaluation = partial(eval_step, recipe, eval_context(recipe, device), placement, cuts)
-    return Program(init, steps, evaluation, partial(at_end, recipe), micro_tokens, padded, parts=placement.parts)
+    return Program(
+        init,
+        steps,
+        evaluation,
+        partial(at_end, recipe),
+        micro_tokens,
+        padded,
+        parts=placement.parts,
+    )
 
 
 def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> Attempt:
-    """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory, compiled.
+    """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory,
+    compiled.
 
-    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises :class:`BadInput`
-    if the micro-batch that was asked for, or every one, needs too much memory.
+    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises
+    :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much memory.
     """
     stage, mesh, device = recipe.stages[number], placement.mesh, placement.device
     limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
@@ -189,17 +238,21 @@ def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> A
         return trace_step(recipe, stage, how, parts, phase, head_chunk).lower()
 
     measure = partial(measured, partial(compiled, device=device))
-    for tried in attempts(recipe, stage, mesh, placement.micro_batches[number], limit, lower, measure):
+    for tried in attempts(
+        recipe, stage, mesh, placement.micro_batches[number], limit, lower, measure
+    ):
         if tried.fits(limit):
             return tried
     smallest = tried.parts == divisions(recipe, stage, mesh)[-1]
     less = (
-        "use more or larger devices, or --set a shorter lane" if smallest else "leave out --micro-batch, or give less"
+        "use more or larger devices, or --set a shorter lane"
+        if smallest
+        else "leave out --micro-batch, or give less"
     )
     raise BadInput(
-        f"recipe {recipe.name} needs {tried.need / 1e9:.1f} GB a device with "
-        f"{lanes_of_device(recipe, stage, mesh) * stage.lane_len // tried.parts} tokens at once and there are "
-        f"{limit / 1e9:.1f} GB; {less}"
+        f"recipe {recipe.name} needs {tried.need / 1e9:.1f} GB a device with"
+        f" {lanes_of_device(recipe, stage, mesh) * stage.lane_len // tried.parts} tokens at once"
+        f" and there are {limit / 1e9:.1f} GB; {less}"
     )
 
 
@@ -212,13 +265,22 @@ def idle_state_bytes(recipe: Recipe, placement: Placement) -> int:
 def local_bytes(tree: Any) -> int:
     """Bytes that one device holds of the arrays in ``tree``, which have shardings."""
     arrays: list[Any] = jax.tree.leaves(tree)
-    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+    return sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in arrays
+    )
 
 
 def trace_step(
-    recipe: Recipe, stage: Stage, placement: Placement, parts: int, phase: int = -1, head_chunk: int | None = None
+    recipe: Recipe,
+    stage: Stage,
+    placement: Placement,
+    parts: int,
+    phase: int = -1,
+    head_chunk: int | None = None,
 ) -> jax.stages.Traced:
-    """Trace the training step of ``stage`` over ``parts`` micro-batches: its jaxpr, and what can be lowered.
+    """Trace the training step of ``stage`` over ``parts`` micro-batches: its jaxpr, and what can be
+    lowered.
 
     ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
     ``head_chunk`` is that of :class:`Context`.
@@ -232,21 +294,31 @@ def trace_step(
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         return train_step(recipe, ctx, placement, parts, state, tokens)
 
-    # Unused arguments are kept: else arrays of the state are returned in the place of others, by copies.
-    jitted = jax.jit(step, donate_argnums=0, keep_unused=True, out_shardings=(shardings, {"loss": replicated(mesh)}))
+    # Unused arguments are kept: else arrays of the state are returned in the place of others, by
+    # copies.
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        keep_unused=True,
+        out_shardings=(shardings, {"loss": replicated(mesh)}),
+    )
     return jitted.trace(state, tokens)
 
 
 def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
-    """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's period."""
-    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, own_kernels=device.own_kernels)
+    """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's
+    period."""
+    ctx = Context(
+        stage, True, attention=device.attention, fp8=device.fp8, own_kernels=device.own_kernels
+    )
     return replace(ctx, phase=phase % recipe.period)
 
 
 def lower_evaluation(
     recipe: Recipe, placement: Placement, micro_tokens: int, rows: int
 ) -> tuple[int, jax.stages.Lowered]:
-    """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded rows too."""
+    """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded
+    rows too."""
     mesh, layout = placement.mesh, placement.layout
     ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
@@ -254,7 +326,11 @@ def lower_evaluation(
     shape = padded, recipe.row_words(recipe.eval_len)
     tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
     whole = replicated(mesh)
-    bits = jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole) if recipe.canonical else None
+    bits = (
+        jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole)
+        if recipe.canonical
+        else None
+    )
 
     def evaluation(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
         return eval_step(recipe, ctx, placement, parts, params, rows, impossible)
@@ -263,13 +339,15 @@ def lower_evaluation(
 
 
 def impossible_shape(recipe: Recipe) -> tuple[int, int]:
-    """Return the shape of ``Context.impossible``: a row an id, a bit an id, both rounded up to a multiple of 128."""
+    """Return the shape of ``Context.impossible``: a row an id, a bit an id, both rounded up to a
+    multiple of 128."""
     size = -(-recipe.data.vocab_size // 128) * 128
     return size, size // 8
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
-    """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens, documents whole.
+    """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens,
+    documents whole.
 
     A row has room for as many documents in proportion as a lane of that stage.
     """
@@ -281,19 +359,22 @@ def eval_context(recipe: Recipe, device: Device) -> Context:
 
 
 def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
-    """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most ``micro_tokens``."""
+    """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most
+    ``micro_tokens``."""
     at_once = max(1, micro_tokens // recipe.eval_len) * row_shards(mesh)
     parts = -(-rows // at_once)
     return parts, parts * at_once
 
 
 def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, State]:
-    """Return (shapes with shardings, shardings) of the state; optimizer arrays are sharded like their parameter."""
+    """Return (shapes with shardings, shardings) of the state; optimizer arrays are sharded like
+    their parameter."""
     shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0), layout, mesh))
     cuts = partitions(recipe.parameters, layout, mesh)
 
     def absent(array: Any) -> bool:
-        return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
+        # optax.partition: the parameter belongs to another group
+        return isinstance(array, optax.MaskedNode)
 
     def shardings_of(cuts: Any) -> Any:
         return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts)
@@ -315,12 +396,17 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         "rows": shardings_of(lazy_specs(recipe, cuts)),
         "means": [{name: params[name] for name in average.blends} for average in recipe.averages],
     }
-    sharded = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
+    sharded = jax.tree.map(
+        lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings
+    )
     return sharded, shardings
 
 
-def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impossible: Any = None) -> None:
-    """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
+def warm_up(
+    program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impossible: Any = None
+) -> None:
+    """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls
+    on the first step."""
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)

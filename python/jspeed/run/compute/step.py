@@ -1,4 +1,5 @@
-"""A training step (all-gather, gradients of each device's rows, reduce-scatter, update) and an evaluation."""
+"""A training step (all-gather, gradients of each device's rows, reduce-scatter, update) and an
+evaluation."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,17 +29,27 @@ from jspeed.parallel.layout import (
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
-from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs, without_lazy
+from jspeed.recipe import (
+    Context,
+    ParamSpec,
+    Recipe,
+    init_parameters,
+    leaves,
+    map_specs,
+    without_lazy,
+)
 from jspeed.retrieval import unpacked
 from jspeed.run.compute import accumulators, division
 from jspeed.run.compute.device import Placement
 
 
 class State(TypedDict):
-    """What a step changes: trees of arrays, or of their shapes or shardings; ``step`` is the number of steps made.
+    """What a step changes: trees of arrays, or of their shapes or shardings; ``step`` is the number
+    of steps made.
 
-    ``carry`` is what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`), ``rows`` the state of the
-    optimizers of lazily updated tables, ``means`` the averages of weights."""
+    ``carry`` is what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`),
+    ``rows`` the state of the optimizers of lazily updated tables, ``means`` the averages of
+    weights."""
 
     params: Any
     optimizer: Any
@@ -48,8 +59,11 @@ class State(TypedDict):
     means: Any
 
 
-def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
-    """Return the state before step 1; its ``carry`` alone depends on ``layout`` and ``mesh`` (None: one device)."""
+def init_state(
+    recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None
+) -> State:
+    """Return the state before step 1; its ``carry`` alone depends on ``layout`` and ``mesh`` (None:
+    one device)."""
     params = init_parameters(recipe.parameters, key_of(seed))
     tables = accumulators.by_path(recipe, params)
     return {
@@ -67,13 +81,17 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
-    The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does not depend on how
-    rows are spread over devices and micro-batches. Each device all-gathers the parameters in their compute dtype, works
-    on its own rows, and keeps its shard of the summed gradient; the optimizer then runs on sharded parameters. With a
-    pipeline the micro-batches are the pipeline's.
+    The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does
+    not depend on how rows are spread over devices and micro-batches. Each device all-gathers the
+    parameters in their compute dtype, works on its own rows, and keeps its shard of the summed
+    gradient; the optimizer then runs on sharded parameters. With a pipeline the micro-batches are
+    the pipeline's.
     """
     mesh, layout = placement.mesh, placement.layout
-    cuts, carry_specs = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
+    cuts, carry_specs = (
+        partitions(recipe.parameters, layout, mesh),
+        accumulators.specs(recipe, layout, mesh),
+    )
     later = gathered_per_layer(recipe, layout)
     mean = mean_weight(recipe, unpacked(recipe.retrieval, tokens)[0])
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
@@ -88,7 +106,9 @@ def train_step(
         params: Any, kept: accumulators.Carry, rows: Any, step: jax.Array, tokens: jax.Array
     ) -> tuple[Any, accumulators.Carry, Any, jax.Array]:
         now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
-        whole = accumulators.load(recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later))
+        whole = accumulators.load(
+            recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later)
+        )
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
         grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
 
@@ -111,13 +131,19 @@ def train_step(
     old = without_lazy(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
-    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).shards_matrices else nullcontext():
+    with (
+        use_abstract_mesh(mesh.abstract_mesh)
+        if find_layout(layout).shards_matrices
+        else nullcontext()
+    ):
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
     params = optax.apply_updates(old, updates)
     params = accumulators.from_paths(recipe, accumulators.by_path(recipe, params) | tables)
     steps = accumulators.steps_of(recipe, ctx.stage, ctx.phase) if recipe.averages else ()
     means = averages.after_step(recipe.averages, state["means"], params, state["step"], steps)
-    done = State(params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means)
+    done = State(
+        params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means
+    )
     return done, {"loss": jnp.mean(row_losses) / mean}
 
 
@@ -135,9 +161,17 @@ def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
 
 
 def lazy_updates(
-    recipe: Recipe, ctx: Context, mesh: Mesh, cuts: Any, due: int, whole: Any, grads: Any, rows: dict[str, Any]
+    recipe: Recipe,
+    ctx: Context,
+    mesh: Mesh,
+    cuts: Any,
+    due: int,
+    whole: Any,
+    grads: Any,
+    rows: dict[str, Any],
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed where due.
+    """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed
+    where due.
 
     Where each device has the whole table, each makes the updates of all.
     """
@@ -148,30 +182,39 @@ def lazy_updates(
             continue
         grads_of_table = accumulators.by_path(recipe, grads)[path]
         if mesh.size > 1 and not owned(specs[path], placed[path]):
-            grads_of_table = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table)
+            grads_of_table = jax.tree.map(
+                lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table
+            )
         kernels = ctx.use_own_kernel(optimizer.own_kernels, "update of rows")
-        tables[path], rows[path] = optimizer.update(grads_of_table, tables[path], rows[path], kernels)
+        tables[path], rows[path] = optimizer.update(
+            grads_of_table, tables[path], rows[path], kernels
+        )
     return tables, rows
 
 
 def gradients(
     recipe: Recipe, ctx: Context, parts: int, weight: float, params: Any, tokens: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row) of one device's rows.
+    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row) of one
+    device's rows.
 
-    ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are summed in fp32. More
-    ``parts`` than rows cut each row at document borders (:mod:`jspeed.run.compute.division`) and take one piece at a
-    time.
+    ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
+    summed in fp32. More ``parts`` than rows cut each row at document borders
+    (:mod:`jspeed.run.compute.division`) and take one piece at a time.
     """
     if parts > tokens.shape[0]:
-        return piecewise_gradients(recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32))
+        return piecewise_gradients(
+            recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32)
+        )
     tokens = tokens.astype(jnp.int32).reshape(parts, -1, tokens.shape[-1])
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
     def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
         micro, matches = unpacked(recipe.retrieval, micro)
         now = replace(ctx, first_row=first_row, matches=matches)
-        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now)
+        total, loss_BT = recipe.loss(
+            params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now
+        )
         return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
     if parts == 1:
@@ -182,12 +225,17 @@ def gradients(
 
 
 def gradient(
-    recipe: Recipe, ctx: Context, params: Any, loss: Callable[..., Any], micro: jax.Array, *rest: Any
+    recipe: Recipe,
+    ctx: Context,
+    params: Any,
+    loss: Callable[..., Any],
+    micro: jax.Array,
+    *rest: Any,
 ) -> tuple[Any, Any]:
     """Return (gradient, the second result) of ``loss(params, micro, *rest)``.
 
-    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed tables, that of
-    earlier steps and this one.
+    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed
+    tables, that of earlier steps and this one.
     """
     tokens = unpacked(recipe.retrieval, micro)[0][:, 1:].size
 
@@ -210,8 +258,8 @@ def gradient(
 def summed_gradients(
     recipe: Recipe, ctx: Context, params: Any, loss: Callable[..., Any], *arrays: jax.Array
 ) -> tuple[Any, Any]:
-    """:func:`gradient` of one slice of ``arrays`` after the other, summed in fp32; of a lazily updated table the rows
-    of all."""
+    """:func:`gradient` of one slice of ``arrays`` after the other, summed in fp32; of a lazily
+    updated table the rows of all."""
 
     def accumulate(sums: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         def seeded(spec: ParamSpec, total: Any, p: Any) -> Any:
@@ -222,7 +270,9 @@ def summed_gradients(
                 return None
             return grad if spec.summed else total + grad.astype(jnp.float32)
 
-        grads, row_losses = gradient(recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part)
+        grads, row_losses = gradient(
+            recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part
+        )
         sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
         return map_specs(added, recipe.parameters, sums, grads), (sinks, row_losses)
 
@@ -231,7 +281,9 @@ def summed_gradients(
             return None
         return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
 
-    sums, (sinks, row_losses) = jax.lax.scan(accumulate, map_specs(first, recipe.parameters, params), arrays)
+    sums, (sinks, row_losses) = jax.lax.scan(
+        accumulate, map_specs(first, recipe.parameters, params), arrays
+    )
 
     def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
         if spec.lookups:
@@ -244,7 +296,8 @@ def summed_gradients(
 def piecewise_gradients(
     recipe: Recipe, ctx: Context, pieces: int, weight: float, params: Any, tokens: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time."""
+    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a
+    time."""
     rows = tokens.shape[0]
     cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
 
@@ -254,7 +307,9 @@ def piecewise_gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
-    grads, piece_losses = summed_gradients(recipe, ctx, params, loss, cut_rows[:, None], counts[:, None])
+    grads, piece_losses = summed_gradients(
+        recipe, ctx, params, loss, cut_rows[:, None], counts[:, None]
+    )
     return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1)
 
 
@@ -267,20 +322,30 @@ def eval_step(
     rows: jax.Array,
     impossible: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time.
+    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows
+    at a time.
 
     ``impossible`` is that of the context."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
-    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), **fetcher(recipe, mesh, cuts))
+    ctx = replace(
+        ctx,
+        blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)),
+        **fetcher(recipe, mesh, cuts),
+    )
 
     def on_device(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
-        whole, now = gather_parameters(recipe, gather, params, cuts, later), replace(ctx, impossible=impossible)
+        whole, now = (
+            gather_parameters(recipe, gather, params, cuts, later),
+            replace(ctx, impossible=impossible),
+        )
 
         def losses(part: jax.Array) -> jax.Array:
             part, matches = unpacked(recipe.retrieval, part)
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
-            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, replace(now, matches=matches))[1]
+            loss_BT = recipe.loss(
+                whole, part[:, :-1], part[:, 1:], ones, replace(now, matches=matches)
+            )[1]
             return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
 
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
@@ -296,16 +361,19 @@ def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
 
 
 def mean_weight(recipe: Recipe, tokens: Any) -> Any:
-    """Return the mean weight of the targets of ``tokens`` (int ``[B, T + 1]``): 1, or a scalar more than 0."""
+    """Return the mean weight of the targets of ``tokens`` (int ``[B, T + 1]``): 1, or a scalar more
+    than 0."""
     if recipe.weigh is None:
         return 1.0
     weights_BT = recipe.weigh(tokens[:, :-1], tokens[:, 1:])
     return jnp.maximum(jnp.mean(weights_BT), 1 / weights_BT.size)
 
 
-def replicated_on_all_devices(recipe: Recipe, ctx: Context, placement: Placement, function: Any) -> Any:
-    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``, whose third argument is the
-    ``impossible`` of ctx; all devices do the same work."""
+def replicated_on_all_devices(
+    recipe: Recipe, ctx: Context, placement: Placement, function: Any
+) -> Any:
+    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``, whose third
+    argument is the ``impossible`` of ctx; all devices do the same work."""
     mesh, whole = placement.mesh, PartitionSpec()
     cuts = partitions(recipe.parameters, placement.layout, mesh)
     ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
@@ -318,7 +386,8 @@ def replicated_on_all_devices(recipe: Recipe, ctx: Context, placement: Placement
 
 
 def device_of_rows(mesh: Mesh) -> jax.Array:
-    """Inside :func:`shard_map_over_rows`: which of the shards of a batch's rows this device has, from 0."""
+    """Inside :func:`shard_map_over_rows`: which of the shards of a batch's rows this device has,
+    from 0."""
     if mesh.size == 1:
         return jnp.zeros((), jnp.int32)
     return jax.lax.axis_index(tuple(axis for axis in ROW_AXES if axis in mesh.shape))
@@ -327,12 +396,20 @@ def device_of_rows(mesh: Mesh) -> jax.Array:
 def shard_map_over_rows(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work.
 
-    Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs on arrays.
+    Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs
+    on arrays.
     """
     if without_jit() and mesh.size == 1:
         return function
     axes = {axis for axis in ROW_AXES if axis in mesh.shape}
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=False,
+    )
 
 
 def without_jit() -> bool:
@@ -342,11 +419,16 @@ def without_jit() -> bool:
 
 def to_compute_dtype(recipe: Recipe, params: Any) -> Any:
     """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
-    return map_specs(lambda spec, p: p.astype(spec.compute or spec.dtype), recipe.parameters, params)
+    return map_specs(
+        lambda spec, p: p.astype(spec.compute or spec.dtype), recipe.parameters, params
+    )
 
 
-def gather_parameters(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any) -> Any:
-    """Inside ``shard_map``: the gathered parameters, except tables whose rows are fetched from their owners.
+def gather_parameters(
+    recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any
+) -> Any:
+    """Inside ``shard_map``: the gathered parameters, except tables whose rows are fetched from
+    their owners.
 
     ``trees`` are the other arguments of ``gather``, first the PartitionSpecs.
     """
@@ -358,14 +440,14 @@ def gather_parameters(recipe: Recipe, gather: Callable[..., jax.Array], params: 
 
 
 def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
-    """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded, which must be all of
-    them or none."""
+    """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded,
+    which must be all of them or none."""
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
         raise BadInput(
-            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {sharded} can be sharded over the "
-            "devices; give all a number of rows that the devices divide"
+            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {sharded} can"
+            " be sharded over the devices; give all a number of rows that the devices divide"
         )
     owners = mesh.shape["data"] if sharded else 1
     return {"fetch": partial(lazy_table.read, axis="data" if sharded else None), "owners": owners}

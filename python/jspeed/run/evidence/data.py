@@ -1,4 +1,5 @@
-"""The tokens of a run as evidence: their hashes for run.json, and how many validation tokens were trained on."""
+"""The tokens of a run as evidence: their hashes for run.json, and how many validation tokens were
+trained on."""
 
 import hashlib
 from collections.abc import Sequence
@@ -62,7 +63,10 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
             {"name": part.path.name, "sha256": digest, "first": part.first, "end": part.end}
             for part, digest in zip(ranges, hashes, strict=True)
         ],
-        "position": {name: position[name] for name in ("step", "epoch", "shard", "offset", "shuffle", "config_hash")},
+        "position": {
+            name: position[name]
+            for name in ("step", "epoch", "shard", "offset", "shuffle", "config_hash")
+        },
     }
     source = read.manifest.get("source") or {}
     if source.get("kind") == "stdlib":
@@ -71,20 +75,26 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
 
 
 def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Return the ids that the loss of evaluation ``rows`` is a mean over and the one after them: ``[N + 1]``."""
+    """Return the ids that the loss of evaluation ``rows`` is a mean over and the one after them:
+    ``[N + 1]``."""
     return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
 
 
 def sha256_of_rows(rows: NDArray[np.unsignedinteger], setup: Setup) -> str:
     """Return the SHA-256 of the ids of evaluation ``rows``, little-endian in the recipe's dtype."""
-    return hashlib.sha256(ids_of(rows).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()).hexdigest()
+    return hashlib.sha256(
+        ids_of(rows).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()
+    ).hexdigest()
 
 
 def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -> Holdout:
-    """Evaluate the track's second range of the validation tokens by the program of the first; every process must."""
+    """Evaluate the track's second range of the validation tokens by the program of the first; every
+    process must."""
     first, rows = holdout
     known = looked_up(setup.data.loader, rows)
-    validation = evaluate.to_devices(known, setup.program.eval_rows, setup.recipe, setup.placement.mesh)
+    validation = evaluate.to_devices(
+        known, setup.program.eval_rows, setup.recipe, setup.placement.mesh
+    )
     validation.impossible = setup.validation.impossible
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
     sha256 = sha256_of_rows(rows, setup)
@@ -92,7 +102,8 @@ def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -
 
 
 def overlap_of_run(setup: Setup) -> float:
-    """Return the share of the validation tokens that occur in the tokens trained on (:func:`overlap`)."""
+    """Return the share of the validation tokens that occur in the tokens trained on
+    (:func:`overlap`)."""
     ranges = trained_on(setup.data.shards, setup.data.loader.state_dict())
     return overlap(ranges, setup.data.shards.dtype, ids_of(setup.data.rows))
 
@@ -100,8 +111,8 @@ def overlap_of_run(setup: Setup) -> float:
 def trained_on(shards: Shards, position: dict[str, Any]) -> list[TokenRange]:
     """Return the tokens that a stream at ``position`` can have read.
 
-    A stream in order has read every shard up to the present one and that one up to its offset. After a whole epoch,
-    or in a shuffled order, any token may have been read.
+    A stream in order has read every shard up to the present one and that one up to its offset.
+    After a whole epoch, or in a shuffled order, any token may have been read.
     """
     sizes = [(path.stat().st_size - HEADER_BYTES) // shards.dtype.itemsize for path in shards.paths]
     whole = [TokenRange(path, 0, size) for path, size in zip(shards.paths, sizes, strict=True)]
@@ -112,11 +123,14 @@ def trained_on(shards: Shards, position: dict[str, Any]) -> list[TokenRange]:
     return [*before, present._replace(end=end)] if position["step"] else []
 
 
-def overlap(ranges: Sequence[TokenRange], dtype: np.dtype, validation: NDArray[np.unsignedinteger]) -> float:
-    """Return the share of blocks of 64 ``validation`` tokens (ids ``[N]``) that occur in the training tokens.
+def overlap(
+    ranges: Sequence[TokenRange], dtype: np.dtype, validation: NDArray[np.unsignedinteger]
+) -> float:
+    """Return the share of blocks of 64 ``validation`` tokens (ids ``[N]``) that occur in the
+    training tokens.
 
-    ``ranges`` are what was trained on, stored as ``dtype``. Equality is that of
-    64-bit polynomial hashes, so that a false match has a chance of one in 10^5 or less for a whole training set.
+    ``ranges`` are what was trained on, stored as ``dtype``. Equality is that of 64-bit polynomial
+    hashes, so that a false match has a chance of one in 10^5 or less for a whole training set.
     About 70 ns a token on one core. Raises OSError when a shard cannot be read.
     """
     block = min(BLOCK, len(validation))
@@ -131,7 +145,9 @@ def overlap(ranges: Sequence[TokenRange], dtype: np.dtype, validation: NDArray[n
 
     def seen(piece: TokenRange) -> NDArray[np.uint64]:
         path, first, end = piece
-        tokens = np.fromfile(path, dtype, count=end - first, offset=HEADER_BYTES + first * dtype.itemsize)
+        tokens = np.fromfile(
+            path, dtype, count=end - first, offset=HEADER_BYTES + first * dtype.itemsize
+        )
         if len(tokens) < block:
             return np.empty(0, np.uint64)
         sums = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]

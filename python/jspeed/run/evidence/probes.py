@@ -1,4 +1,5 @@
-"""Validity probes after the final evaluation: conditions that a loss must meet to count as a language-model loss."""
+"""Validity probes after the final evaluation: conditions that a loss must meet to count as a
+language-model loss."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,16 +26,19 @@ from jspeed.run.setup import Setup
 
 Verdict = dict[str, Any]
 
-# The share of validation blocks that may occur verbatim in the training data. Text without near-duplicates has 0.1 %
-# of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
+# The share of validation blocks that may occur verbatim in the training data. Text without
+# near-duplicates has 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64
+# bytes).
 OVERLAP = 0.02
-# Nats: the same program on the same values gives the same bits; this much is left for sums in another order.
+# Nats: the same program on the same values gives the same bits; this much is left for sums in
+# another order.
 LEAK = 1e-6
 SAME_LOSS = 1e-3  # nats of a mean over 128 tokens: bf16 logits of two matmul shapes differ by less
 
 
 def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
-    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state`` with ``loss``.
+    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``
+    with ``loss``.
 
     With several processes each must call this, and gets the same.
     """
@@ -42,23 +46,33 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     row = setup.data.rows[0]
     before = checksum(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
-    verdicts = guarded(("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row))
-    verdicts |= guarded(("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)})
+    verdicts = guarded(
+        ("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row)
+    )
+    verdicts |= guarded(
+        ("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)}
+    )
     after = checksum(state)
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
         "replicas_agree": replicas_agree(state),
         "warm_up_leaves_state": {"passed": start.initial_checksum == start.after_warm_up}
-        | {"state": start.initial_checksum, "untimed_steps": setup.program.warm_up_steps, "on": "zeros"},
+        | {
+            "state": start.initial_checksum,
+            "untimed_steps": setup.program.warm_up_steps,
+            "on": "zeros",
+        },
         "no_overlap": no_overlap(setup),
     }
 
 
 def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
-    """Return what ``probe`` finds; one that raises has failed under its ``names``, and the run keeps its record.
+    """Return what ``probe`` finds; one that raises has failed under its ``names``, and the run
+    keeps its record.
 
-    With several processes an error of the devices is raised: the other processes wait in a collective.
+    With several processes an error of the devices is raised: the other processes wait in a
+    collective.
     """
     try:
         return probe()
@@ -69,13 +83,20 @@ def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> di
 
 
 def replicas_agree(state: State) -> Verdict:
-    """Compare the copies of parameters and optimizer state that the devices of each process hold, not those of several
-    processes; all know what each found."""
+    """Compare the copies of parameters and optimizer state that the devices of each process hold,
+    not those of several processes; all know what each found."""
     found: dict[str, float] = {}
-    for part in gather("replicas", drift({"params": state["params"], "optimizer": state["optimizer"]})):
+    for part in gather(
+        "replicas", drift({"params": state["params"], "optimizer": state["optimizer"]})
+    ):
         found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
     worst = max(found, key=lambda path: found[path], default=None)
-    return {"passed": not found, "largest": found[worst] if worst else 0.0, "where": worst, "arrays": len(found)}
+    return {
+        "passed": not found,
+        "largest": found[worst] if worst else 0.0,
+        "where": worst,
+        "arrays": len(found),
+    }
 
 
 def no_overlap(setup: Setup) -> Verdict:
@@ -90,12 +111,13 @@ def no_overlap(setup: Setup) -> Verdict:
 
 
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
-    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it must not change,
-    what retrieval finds for the changed inputs included.
+    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it
+    must not change, what retrieval finds for the changed inputs included.
 
-    The targets stay, because looking ahead by one token first shows in the loss just before the change. Eight
-    positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
-    the host, through which an evaluation could keep or learn something.
+    The targets stay, because looking ahead by one token first shows in the loss just before the
+    change. Eight positions, odd ones, so that they lie inside whatever blocks a recipe works in.
+    And read the program for calls to the host, through which an evaluation could keep or learn
+    something.
     """
     # Changed inputs have other documents, of any length.
     recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
@@ -125,7 +147,10 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         changed = rows.copy()
         changed[0, cut:] = (changed[0, cut:].astype(np.int64) + 1) % recipe.vocab_size
         difference = np.abs(measured(changed) - before)
-        leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
+        leak, moved = (
+            max(leak, float(difference[:cut].max())),
+            min(moved, float(difference[cut:].max())),
+        )
     calls = callbacks(probe.trace(params, on_devices(rows), impossible).jaxpr)
     return {
         "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
@@ -134,12 +159,15 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
 
 
 def callbacks(jaxpr: Any) -> list[str]:
-    """Return the names of the primitives in ``jaxpr`` and below it that call a Python function on the host."""
+    """Return the names of the primitives in ``jaxpr`` and below it that call a Python function on
+    the host."""
     found = []
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name:
             found.append(equation.primitive.name)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 found += callbacks(inner)
@@ -147,10 +175,11 @@ def callbacks(jaxpr: Any) -> list[str]:
 
 
 def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
-    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary, or, of a
-    canonical recipe, over all of it that is possible.
+    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole
+    vocabulary, or, of a canonical recipe, over all of it that is possible.
 
-    Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's shape.
+    Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's
+    shape.
     """
     recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
     ctx = eval_context(recipe, setup.placement.device)
@@ -160,7 +189,9 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         inputs, targets, ctx = tokens[:, :-1], tokens[:, 1:], replace(ctx, matches=matches)
         logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
         if ctx.impossible is not None:
-            bits = jnp.unpackbits(ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little")
+            bits = jnp.unpackbits(
+                ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little"
+            )
             logits = jnp.where(bits == 1, -jnp.inf, logits)
         log_p = jax.nn.log_softmax(logits, axis=-1)
         expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]

@@ -1,4 +1,5 @@
-"""Where a run's numbers come from: initial state, versions, commit, devices and their clocks, flags, packages."""
+"""Where a run's numbers come from: initial state, versions, commit, devices and their clocks,
+flags, packages."""
 
 import functools
 import hashlib
@@ -23,9 +24,11 @@ ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xx
 
 @dataclass(frozen=True)
 class StartEvidence:
-    """Checksums of the state drawn from the seed before and after the warm-up, and which preregistered run this is.
+    """Checksums of the state drawn from the seed before and after the warm-up, and which
+    preregistered run this is.
 
-    ``git`` is of the start, when Python read the code: what is committed during a run has not run in it.
+    ``git`` is of the start, when Python read the code: what is committed during a run has not run
+    in it.
     """
 
     initial_checksum: str
@@ -57,7 +60,8 @@ def collect(start: StartEvidence) -> Provenance:
         "git": start.git,
         "machine": machine(),
         "gpus": gpu_facts(start.gpus),
-        "container": os.environ.get("JSPEED_CONTAINER") or None,  # the digest of its image, from whoever started it
+        # the digest of its image, from whoever started it
+        "container": os.environ.get("JSPEED_CONTAINER") or None,
         "environment": environment(),
     }
 
@@ -83,13 +87,18 @@ def _version(package: str) -> str:
 
 
 def git(folder: Path = Path(__file__).parent) -> Git:
-    """Commit of the checkout around ``folder`` and whether tracked files differ from it; ``None`` outside one."""
+    """Commit of the checkout around ``folder`` and whether tracked files differ from it; ``None``
+    outside one."""
     status = _ask("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
-    return {"commit": _ask("git", "rev-parse", "HEAD", cwd=folder), "dirty": None if status is None else bool(status)}
+    return {
+        "commit": _ask("git", "rev-parse", "HEAD", cwd=folder),
+        "dirty": None if status is None else bool(status),
+    }
 
 
 def _ask(*words: str, cwd: Path | None = None) -> str | None:
-    """The output of a program, or None where it is missing, fails or takes longer than ten seconds."""
+    """The output of a program, or None where it is missing, fails or takes longer than ten
+    seconds."""
     try:
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -109,15 +118,22 @@ GPU_FACTS = {
 
 
 def gpus() -> list[dict[str, Any]] | None:
-    """Name, power limit (W), clocks (MHz) and temperature of each GPU of this machine now; None without nvidia-smi."""
-    listed = _ask("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits")
+    """Name, power limit (W), clocks (MHz) and temperature of each GPU of this machine now; None
+    without nvidia-smi."""
+    listed = _ask(
+        "nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits"
+    )
     if listed is None:
         return None
-    return [dict(zip(GPU_FACTS.values(), map(_number, line.split(", ")), strict=False)) for line in listed.splitlines()]
+    return [
+        dict(zip(GPU_FACTS.values(), map(_number, line.split(", ")), strict=False))
+        for line in listed.splitlines()
+    ]
 
 
 def gpu_facts(before: list[dict[str, Any]] | None) -> Gpus | None:
-    """Return run.json's ``gpus``: driver, CUDA, links, and each GPU as it was ``before`` the clock and is now."""
+    """Return run.json's ``gpus``: driver, CUDA, links, and each GPU as it was ``before`` the clock
+    and is now."""
     after = gpus()
     if before is None or after is None:
         return None
@@ -144,13 +160,17 @@ def _number(text: str) -> float | str | None:
 
 @functools.cache
 def environment() -> str:
-    """SHA-256 over the sorted names and versions of all installed packages, one ``name==version`` a line."""
-    listed = {f"{found.name}=={found.version}".lower() for found in importlib.metadata.distributions()}
+    """SHA-256 over the sorted names and versions of all installed packages, one ``name==version`` a
+    line."""
+    listed = {
+        f"{found.name}=={found.version}".lower() for found in importlib.metadata.distributions()
+    }
     return hashlib.sha256("\n".join(sorted(listed)).encode()).hexdigest()
 
 
 def machine() -> str | None:
-    """Twelve hexadecimal digits, equal on one machine until it reboots, and anonymous; None off Linux."""
+    """Twelve hexadecimal digits, equal on one machine until it reboots, and anonymous; None off
+    Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -183,10 +203,12 @@ def _cpu_name() -> str:
 
 
 def checksum(state: Any) -> str:
-    """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its sharding.
+    """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its
+    sharding.
 
-    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so that no change of a
-    single element goes unseen. The devices compute them; with several processes each must call this.
+    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so
+    that no change of a single element goes unseen. The devices compute them; with several processes
+    each must call this.
     """
     halves = jax.device_get(_sums(jax.tree.leaves(state)))
     return "".join(f"{int(half):08x}" for half in halves)
@@ -194,16 +216,23 @@ def checksum(state: Any) -> str:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [sum((_sum(array, odd * (2 * n + 1)) for n, array in enumerate(arrays)), jnp.uint32(0)) for odd in ODD]
+    return [
+        sum((_sum(array, odd * (2 * n + 1)) for n, array in enumerate(arrays)), jnp.uint32(0))
+        for odd in ODD
+    ]
 
 
 def _sum(array: jax.Array, multiplier: int) -> jax.Array:
     if array.dtype == bool:
         bits = array.astype(jnp.uint32)
     else:
-        bits = jax.lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(
+            jnp.uint32
+        )
     index = jnp.full(array.shape, 1, jnp.uint32)
     for axis, size in enumerate(array.shape):
-        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(
+            jnp.uint32, array.shape, axis
+        )
     weight = (index * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
     return jnp.sum(bits * weight, dtype=jnp.uint32)

@@ -1,4 +1,5 @@
-"""A run's terminal output: opening table, progress bar under a curve or plain lines, closing summary."""
+"""A run's terminal output: opening table, progress bar under a curve or plain lines, closing
+summary."""
 
 import itertools
 import math
@@ -34,10 +35,14 @@ BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:|"  # a cell by how far it is f
 
 
 def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print every derived number as name, value and formula: a table, or on a narrow terminal lines."""
+    """Print every derived number as name, value and formula: a table, or on a narrow terminal
+    lines."""
     if console.width < NARROW:
         for name, formula, value in rows:
-            console.print(Text.assemble(f"{name}  ", (value, "bold"), (f"\n  {formula}", "dim")), soft_wrap=True)
+            console.print(
+                Text.assemble(f"{name}  ", (value, "bold"), (f"\n  {formula}", "dim")),
+                soft_wrap=True,
+            )
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -62,7 +67,11 @@ def by_stage(parts: Sequence[int]) -> str:
 def pipeline_note(mesh: Mesh, parts: int) -> str:
     """Describe the bubble of a pipeline."""
     stages = mesh.shape.get("pipe", 1)
-    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
+    return (
+        f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}"
+        if stages > 1
+        else ""
+    )
 
 
 @contextmanager
@@ -82,39 +91,50 @@ def layout_table(console: Console, recipe: Recipe, placement: Placement) -> None
     """Print how each parameter is sharded, why some are not, and what a device holds in all."""
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "shape", "sharding", "shape per device", "MB per device"):
-        table.add_column(name, justify="right" if name.startswith("MB") else "left", overflow="fold")
+        table.add_column(
+            name, justify="right" if name.startswith("MB") else "left", overflow="fold"
+        )
     table.add_column("why not sharded", style="dim", overflow="fold")
     total = 0
     for *what, size, why in describe_layout(recipe, placement.layout, placement.mesh):
         total += size
         table.add_row(*map(Text, map(str, what)), f"{size / 1e6:,.3f}", Text(why))
     table.add_row("all", "", "", "", f"{total / 1e6:,.3f}", "", style="bold")
-    console.print(f"layout {placement.layout}, mesh {dict(placement.mesh.shape)}", markup=False, soft_wrap=True)
+    console.print(
+        f"layout {placement.layout}, mesh {dict(placement.mesh.shape)}",
+        markup=False,
+        soft_wrap=True,
+    )
     print_whole(console, table)
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table of which nothing is cut: a terminal gets wrapped cells, a file or pipe lines as long as needed."""
+    """Print a table of which nothing is cut: a terminal gets wrapped cells, a file or pipe lines as
+    long as needed."""
     least = 4 * len(table.columns) + 1  # a character in each, with its frame
     if not console.is_terminal:
         least = console.measure(table, options=console.options.update(width=MOST)).maximum
-    console.size = ConsoleDimensions(max(console.width, least), console.height)  # both, or a dumb terminal has 80
+    # both, or a dumb terminal has 80
+    console.size = ConsoleDimensions(max(console.width, least), console.height)
     console.print(table)
 
 
 def tile_table(console: Console, recipe: Recipe, placement: Placement, name: str) -> None:
-    """Print the tiles of one parameter with the devices that hold each. Raises :class:`BadInput` for another name."""
+    """Print the tiles of one parameter with the devices that hold each. Raises :class:`BadInput`
+    for another name."""
     table = dict(leaves(recipe.parameters))
     if name not in table:
         raise BadInput(
-            f"--show-tiles {name}: recipe {recipe.name} has no such parameter{nearest(name, table)}; it has "
-            f"{', '.join(table)}"
+            f"--show-tiles {name}: recipe {recipe.name} has no such"
+            f" parameter{nearest(name, table)}; it has {', '.join(table)}"
         )
     spec = table[name]
     sharding = NamedSharding(placement.mesh, partition(spec, placement.layout, placement.mesh))
     rows = tiles(spec.shape, sharding)
     shapes = ["x".join(map(str, shape)) for shape in (spec.shape, sharding.shard_shape(spec.shape))]
-    console.print(f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False, soft_wrap=True)
+    console.print(
+        f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False, soft_wrap=True
+    )
     grid = Table(show_header=False, show_lines=True)
     for _ in rows[0]:
         grid.add_column(overflow="fold")
@@ -139,13 +159,16 @@ class Bar(Progress):
 
 
 class Display:
-    """Shows training as a bar under a curve on a terminal, else as a plain line for about every twentieth step.
+    """Shows training as a bar under a curve on a terminal, else as a plain line for about every
+    twentieth step.
 
-    Use as a context manager; :meth:`step` and :meth:`validation` take what the loop has just learned. ``target`` is
-    the loss to reach, in nats per token.
+    Use as a context manager; :meth:`step` and :meth:`validation` take what the loop has just
+    learned. ``target`` is the loss to reach, in nats per token.
     """
 
-    def __init__(self, console: Console, steps: int, bar: bool, target: float | None = None) -> None:
+    def __init__(
+        self, console: Console, steps: int, bar: bool, target: float | None = None
+    ) -> None:
         self._console, self._steps, self._target = console, steps, target
         self._every = max(1, steps // 20)
         self._last = now(), 0
@@ -172,7 +195,8 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         if self._progress:
-            self._progress.plot = None  # the final evaluation leaves it on the screen, with its own point
+            # the final evaluation leaves it on the screen, with its own point
+            self._progress.plot = None
             self._progress.stop()
 
     def step(self, step: int, loss: float, tokens: int) -> None:
@@ -186,13 +210,19 @@ class Display:
             self._progress.update(self._task, completed=step, text=text)
         elif step % self._every == 0 or step == self._steps:
             self._console.print(
-                f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False
+                f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s",
+                highlight=False,
             )
 
     def validation(self, losses: Sequence[Validation], accuracy: float | None = None) -> None:
-        """Show the last of the validation ``losses`` so far, with its ``accuracy``, and all as a plot where there is a
-        bar: above it while it is shown, else printed once. The time since the last step is not training time."""
-        step, loss, seconds = losses[-1]["step"], losses[-1]["val_loss"], losses[-1]["timed_seconds"]
+        """Show the last of the validation ``losses`` so far, with its ``accuracy``, and all as a
+        plot where there is a bar: above it while it is shown, else printed once. The time since the
+        last step is not training time."""
+        step, loss, seconds = (
+            losses[-1]["step"],
+            losses[-1]["val_loss"],
+            losses[-1]["timed_seconds"],
+        )
         plot = self._plot(losses) if self._progress else None
         live = self._progress and self._progress.live.is_started
         if self._progress and live:
@@ -208,28 +238,39 @@ class Display:
         self._last = now(), self._tokens
 
     def _plot(self, losses: Sequence[Validation]) -> Text | None:
-        if self._console.height < ROWS + 8:  # the bar and a few lines of what was said stay in sight
+        # the bar and a few lines of what was said stay in sight
+        if self._console.height < ROWS + 8:
             return None
-        points = [(point["step"], loss) for point in losses if (loss := point["val_loss"]) is not None]
+        points = [
+            (point["step"], loss) for point in losses if (loss := point["val_loss"]) is not None
+        ]
         ascii = self._console.options.ascii_only
         return curve_plot(points, self._steps, self._target, self._console.width, ascii)
 
 
 def curve_plot(
-    losses: Sequence[tuple[int, float]], steps: int, target: float | None, columns: int = COLUMNS, ascii: bool = False
+    losses: Sequence[tuple[int, float]],
+    steps: int,
+    target: float | None,
+    columns: int = COLUMNS,
+    ascii: bool = False,
 ) -> Text | None:
-    """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where ``columns`` are too few.
+    """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where
+    ``columns`` are too few.
 
-    The area under the curve is filled, from step 0 at the left to ``steps`` at the right, so that it grows with the
-    run down to the dashed line of the ``target``. High losses of the first steps are clipped, as in loss.svg.
-    Without ``ascii`` the terminal must support Unicode.
+    The area under the curve is filled, from step 0 at the left to ``steps`` at the right, so that
+    it grows with the run down to the dashed line of the ``target``. High losses of the first steps
+    are clipped, as in loss.svg. Without ``ascii`` the terminal must support Unicode.
     """
     if not losses:
         return None
     at, values = (np.array(part, dtype=np.float64) for part in zip(*losses, strict=True))
     low, high = loss_limits([(at, values)], target)
-    edges = high - (high - low) / ROWS * np.arange(ROWS + 1)  # losses at the borders of rows, from above
-    row_of_target = None if target is None else min(int((high - target) / (high - low) * ROWS), ROWS - 1)
+    # losses at the borders of rows, from above
+    edges = high - (high - low) / ROWS * np.arange(ROWS + 1)
+    row_of_target = (
+        None if target is None else min(int((high - target) / (high - low) * ROWS), ROWS - 1)
+    )
     labels = [f"{edges[0]:.4g}", *[""] * (ROWS - 1)]
     if row_of_target is not None:
         labels[row_of_target] = f"target {target:g}"
@@ -254,14 +295,20 @@ def curve_plot(
 
 
 def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
-    """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds and n.
+    """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds
+    and n.
 
     ``unit`` is what a token of its data stands for.
     """
     lines = []
     timed = run["timed_seconds"] or math.inf
-    wait, dispatch = (run["host"][name] / timed for name in ("data_wait_seconds", "dispatch_seconds"))
-    lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
+    wait, dispatch = (
+        run["host"][name] / timed for name in ("data_wait_seconds", "dispatch_seconds")
+    )
+    lines.append(
+        f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching"
+        " steps[/]"
+    )
     lines.append(f"[dim]{loader_line(run['loader'])}[/]")
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
@@ -274,7 +321,10 @@ def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
     lines += [f"note: {escape(remark)}" for remark in remarks(run)]
     loss, target = run["val_loss"], run["target_loss"]
     if loss is None:
-        return [*lines, f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]"]
+        return [
+            *lines,
+            f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]",
+        ]
     bits = f" ({loss / math.log(2):.3f} bits)" if unit == "byte" else ""
     line = (
         f"{loss:.4f} nats/{unit}{bits} {'<=' if loss <= target else '>'} {target} "
@@ -287,7 +337,8 @@ def loader_line(stats: dict[str, float]) -> str:
     """Format :meth:`jspeed.data.TokenLoader.stats` as one line."""
     p50, p99, longest = (1e3 * stats[f"wait_{name}"] for name in ("p50", "p99", "max"))
     return (
-        f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50 {p50:.3f}, p99 "
-        f"{p99:.3f}, longest {longest:.2f} ms; prefetch queue found empty {stats['queue_empty']:,} times, "
-        f"{stats['shard_switches']:,} shard switches, {stats['dropped_tokens']:,} tokens dropped"
+        f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50"
+        f" {p50:.3f}, p99 {p99:.3f}, longest {longest:.2f} ms; prefetch queue found empty"
+        f" {stats['queue_empty']:,} times, {stats['shard_switches']:,} shard switches,"
+        f" {stats['dropped_tokens']:,} tokens dropped"
     )

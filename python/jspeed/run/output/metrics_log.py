@@ -17,10 +17,11 @@ from jspeed.run.output.sinks import Sink, reason
 
 @dataclass
 class History:
-    """What has happened since the clock started. ``status`` is one of record.schema's; ``sinks`` get each line.
+    """What has happened since the clock started. ``status`` is one of record.schema's; ``sinks``
+    get each line.
 
-    ``unread`` is the loss of the last step, on the devices, until it is read. ``failed`` says what could not be written
-    so far and did not end the run. Process 0 has metrics.
+    ``unread`` is the loss of the last step, on the devices, until it is read. ``failed`` says what
+    could not be written so far and did not end the run. Process 0 has metrics.
     """
 
     clock: Clock
@@ -41,18 +42,29 @@ class History:
     @property
     def at_validation(self) -> bool:
         """Whether the current parameters have been evaluated."""
-        return bool(self.lines) and self.lines[-1]["step"] == self.steps and "val_loss" in self.lines[-1]
+        return (
+            bool(self.lines)
+            and self.lines[-1]["step"] == self.steps
+            and "val_loss" in self.lines[-1]
+        )
 
     @property
     def train(self) -> list[tuple[float, float]]:
         """Timed seconds and training loss of each step so far."""
-        return [(line["timed_seconds"], line["train_loss"]) for line in self.lines if "train_loss" in line]
+        return [
+            (line["timed_seconds"], line["train_loss"])
+            for line in self.lines
+            if "train_loss" in line
+        ]
 
     @property
     def curve(self) -> list[Validation]:
         """The evaluations so far, in order."""
         evaluated = [line for line in self.lines if "val_loss" in line]
-        return [Validation(step=n["step"], timed_seconds=n["timed_seconds"], val_loss=n["val_loss"]) for n in evaluated]
+        return [
+            Validation(step=n["step"], timed_seconds=n["timed_seconds"], val_loss=n["val_loss"])
+            for n in evaluated
+        ]
 
     @property
     def losses(self) -> list[float]:
@@ -60,13 +72,15 @@ class History:
         return [line["val_loss"] for line in self.lines if "val_loss" in line]
 
     def end(self, why: str) -> None:
-        """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
+        """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an
+        interruption too."""
         if self.status == "finished":
             self.status = "stopped" if why == "stopped" else "interrupted"
             self.interrupted_by = 143 if why == "terminated" else 130
 
     def stepped(self, tokens: int, loss: jax.Array) -> None:
-        """Count a step on ``tokens`` that was dispatched with this ``loss``; read the loss of the step before."""
+        """Count a step on ``tokens`` that was dispatched with this ``loss``; read the loss of the
+        step before."""
         self.read()
         self.steps += 1
         self.tokens += tokens
@@ -84,11 +98,19 @@ class History:
         if not math.isfinite(loss):
             self.status = "diverged"
             return
-        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "train_loss": loss})
+        self._write(
+            {
+                "step": self.steps,
+                "tokens": self.tokens,
+                "timed_seconds": seconds,
+                "train_loss": loss,
+            }
+        )
         self.display.step(self.steps, loss, self.tokens)
 
     def validated(self, loss: float, accuracy: float | None = None) -> None:
-        """Record the validation loss, and the accuracy where it was measured, after the steps done so far."""
+        """Record the validation loss, and the accuracy where it was measured, after the steps done
+        so far."""
         seconds = self.clock.timed_seconds
         if not math.isfinite(loss):
             self.status = "diverged"
@@ -114,7 +136,8 @@ class History:
                 self.failed.append(f"--log stopped at step {line['step']} ({reason(error)})")
 
     def record(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
-        """What a checkpoint keeps of this, with the state of the ``loader`` and the run's ``identity``."""
+        """What a checkpoint keeps of this, with the state of the ``loader`` and the run's
+        ``identity``."""
         return {
             "steps": self.steps,
             "tokens": self.tokens,
@@ -131,7 +154,10 @@ class History:
         """Resume from what :meth:`record` returned; metrics are rewritten up to that step."""
         self.clock.resume(record["ledger"])
         self.steps, self.tokens = record["steps"], record["tokens"]
-        self.data_wait_seconds, self.dispatch_seconds = record["data_wait_seconds"], record["dispatch_seconds"]
+        self.data_wait_seconds, self.dispatch_seconds = (
+            record["data_wait_seconds"],
+            record["dispatch_seconds"],
+        )
         self.resumed = [*record["resumed"], self.steps]
         for line in record["lines"]:
             self._write(line)

@@ -19,12 +19,17 @@ def check_sinks(names: Sequence[str]) -> None:
     """Raise BadInput for a name that is no sink."""
     for name in names:
         if name not in SINKS:
-            raise BadInput(f"--log {name} is unknown{nearest(name, SINKS)}; known: {', '.join(SINKS)}")
+            raise BadInput(
+                f"--log {name} is unknown{nearest(name, SINKS)}; known: {', '.join(SINKS)}"
+            )
 
 
 @contextmanager
-def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[list[Sink]]:
-    """Open the sinks called ``names``; one that cannot be opened, or closed in the end, is a warning."""
+def sinks(
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], started: str
+) -> Iterator[list[Sink]]:
+    """Open the sinks called ``names``; one that cannot be opened, or closed in the end, is a
+    warning."""
     with ExitStack() as stack:
         opened = []
         for name in names:
@@ -33,7 +38,10 @@ def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], starte
                 opened.append(sink.__enter__())
                 stack.callback(_close, name, sink)
             except ImportError as error:
-                print(f"warning: --log {name} does nothing ({reason(error)}); pip install '.[log]'", file=sys.stderr)
+                print(
+                    f"warning: --log {name} does nothing ({reason(error)}); pip install '.[log]'",
+                    file=sys.stderr,
+                )
             except Exception as error:  # no room, no network, no key
                 print(f"warning: --log {name} does nothing ({reason(error)})", file=sys.stderr)
         yield opened
@@ -43,11 +51,15 @@ def _close(name: str, sink: AbstractContextManager[Sink]) -> None:
     try:
         sink.__exit__(None, None, None)
     except Exception as error:
-        print(f"warning: --log {name} could not be closed ({reason(error)}); look at its files", file=sys.stderr)
+        print(
+            f"warning: --log {name} could not be closed ({reason(error)}); look at its files",
+            file=sys.stderr,
+        )
 
 
 def reason(error: Exception) -> str:
-    """Return the system's words of an OSError, of another exception all that it says, in one line."""
+    """Return the system's words of an OSError, of another exception all that it says, in one
+    line."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or " ".join(str(error).split()) or type(error).__name__
 
@@ -59,7 +71,8 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def tensorboard(run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[Sink]:
-    """Write an event file below the run directory; its time axis shows timed seconds from the start of the run."""
+    """Write an event file below the run directory; its time axis shows timed seconds from the start
+    of the run."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -68,7 +81,9 @@ def tensorboard(run_dir: Path, config: Mapping[str, Any], started: str) -> Itera
     start = datetime.fromisoformat(started).timestamp()
 
     def sink(line: Mapping[str, Any]) -> None:
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line).items()]
+        values = [
+            Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line).items()
+        ]
         moment = start + line["timed_seconds"]
         writer.add_event(Event(wall_time=moment, step=line["step"], summary=Summary(value=values)))
 
@@ -80,7 +95,8 @@ def tensorboard(run_dir: Path, config: Mapping[str, Any], started: str) -> Itera
 
 @contextmanager
 def wandb(run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[Sink]:
-    """Log to Weights & Biases: to disk unless WANDB_MODE says otherwise; its key comes from its own environment."""
+    """Log to Weights & Biases: to disk unless WANDB_MODE says otherwise; its key comes from its own
+    environment."""
     import wandb
 
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
