@@ -9,14 +9,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, RED, PINK, SKY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-)
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+PINK = "#CC79A7"
+SKY = "#56B4E9"
 INK, EDGE, PALE = "#333333", "#999999", "#dddddd"
 STYLE: dict[Any, Any] = {  # matplotlib's parameters
     "svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10, "text.color": INK,

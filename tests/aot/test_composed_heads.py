@@ -17,7 +17,10 @@ from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
-TOKENS, HEADS, WIDTH, WINDOW = 49_152, 6, 128, 112
+TOKENS = 49_152
+HEADS = 6
+WIDTH = 128
+WINDOW = 112
 SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 

@@ -23,7 +23,10 @@ MESHES = {
     "fsdp+tp": {"data": 4, "model": 2},
     "pp": {"data": 2, "pipe": 4},
 }
-LAYERS, WIDTH, MLP, VOCAB = 12, 768, 3072, 50_304
+LAYERS = 12
+WIDTH = 768
+MLP = 3072
+VOCAB = 50_304
 RECIPE = find("track3").recipe
 
 

@@ -44,7 +44,10 @@ def test_flops_of_r29(mesh):
     keys seen."""
     recipe, _, _ = compiled(mesh(8), "r29")
     placement = place_on_target(recipe, EIGHT, "zero1")
-    tokens, width, up, vocabulary = 49152, 768, 3072, 50304
+    tokens = 49152
+    width = 768
+    up = 3072
+    vocabulary = 50304
     matmuls = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
     newton_schulz = 5 * (6 * 3 * 2 * width**3 + 3 * (2 * 2 * width**2 * up + 2 * width**3))
     for step, stage in zip(steps_of(mesh, "r29"), recipe.stages, strict=True):

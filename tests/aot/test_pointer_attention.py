@@ -15,7 +15,10 @@ from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
-TOKENS, WIDTH, WINDOW, LONGEST = 49_152, 128, 2048, 3072
+TOKENS = 49_152
+WIDTH = 128
+WINDOW = 2048
+LONGEST = 3072
 
 
 def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):

@@ -14,7 +14,11 @@ from ..model import dense
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
 )
-LANES, T, HEADS, K = 2, 4000, 6, 128  # T is no multiple of the tokens of a program
+# T is no multiple of the tokens of a program
+LANES = 2
+T = 4000
+HEADS = 6
+K = 128
 
 
 @pytest.mark.parametrize("look_back", [False, True])

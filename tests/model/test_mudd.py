@@ -11,12 +11,10 @@ from jspeed.model.mudd import blend, coefficients, named, slots
 
 def test_coefficients_by_the_formula():
     rng = np.random.default_rng(0)
-    x, up, down, bias = (
-        rng.normal(size=(2, 3, 8)),
-        rng.normal(size=(8, 5)),
-        rng.normal(size=(5, 4)),
-        rng.normal(size=4),
-    )
+    x = rng.normal(size=(2, 3, 8))
+    up = rng.normal(size=(8, 5))
+    down = rng.normal(size=(5, 4))
+    bias = rng.normal(size=4)
     hidden = x @ up
     erf = np.vectorize(math.erf)
     expected = 0.1 * ((0.5 * hidden * (1 + erf(hidden / np.sqrt(2)))) @ down + bias)

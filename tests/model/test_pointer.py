@@ -12,7 +12,12 @@ from jspeed.model.attention import find_documents
 from jspeed.model.kv_cache import advance, empty
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
 
-VOCAB, COPY, BOS, ROWS, LENGTH, WIDTH = 23, 21, 20, 2, 37, 6
+VOCAB = 23
+COPY = 21
+BOS = 20
+ROWS = 2
+LENGTH = 37
+WIDTH = 6
 CAP = asymmetric_cap(23, 5, 7.5)
 head = functools.partial(fp8.head, scales=None)
 

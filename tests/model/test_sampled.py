@@ -97,7 +97,10 @@ def oracle(table, x, targets, weights, sample, cap):
     table, x, weights = (np.asarray(a, np.float64) for a in (table, x, weights))
     targets = np.asarray(targets)
     groups = counted(sample, len(table))
-    total, losses, dtable, dx = 0.0, np.zeros(x.shape[:2]), np.zeros_like(table), np.zeros_like(x)
+    total = 0.0
+    losses = np.zeros(x.shape[:2])
+    dtable = np.zeros_like(table)
+    dx = np.zeros_like(x)
     for row, t in np.ndindex(*x.shape[:2]):
         own = targets[:, row, t].tolist()
         counts = groups[t * len(groups) // x.shape[1]].copy()

@@ -33,7 +33,10 @@ SHAPES = {"fc": ((48, 16), 1), "square": ((16, 16), 1), "pair of heads": ((8, 24
 def test_normuon_equals_the_float64_model(name):
     shape, axis = SHAPES[name]
     rng = np.random.default_rng(0)
-    count, beta2, decay, rate = 3, 0.9, 1.2, 0.3
+    count = 3
+    beta2 = 0.9
+    decay = 1.2
+    rate = 0.3
     scale = np.array([2.0, 1.0, 4.0], np.float32)[:, None, None]
     weights = rng.normal(size=(count, *shape))
     buffer, square = np.zeros_like(weights), np.zeros(())

@@ -66,7 +66,10 @@ def test_anvil_against_its_rule():
     )
     params = jnp.asarray(weights, jnp.float32)[None]
     state, update = rule.init(params), jax.jit(rule.update)
-    fast, slow, mean, p = np.zeros((4, 6)), np.zeros((4, 6)), np.zeros(6), weights
+    fast = np.zeros((4, 6))
+    slow = np.zeros((4, 6))
+    mean = np.zeros(6)
+    p = weights
     for n, g in enumerate(grads):
         changes, state = update(jnp.asarray(g, jnp.float32)[None], state, params)
         params = optax.apply_updates(params, changes)

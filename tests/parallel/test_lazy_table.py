@@ -171,7 +171,10 @@ def test_distinct_rows_ascend_and_what_is_past_the_part_is_all_different():
 def test_no_copy_of_the_table_is_made():
     """The compiled program of 8 devices needs less than a part besides its arguments, and copies
     none."""
-    mesh, rows, width, ids = make_mesh({"data": 8}, devices=jax.devices()[:8]), 2**16, 16, 64
+    mesh = make_mesh({"data": 8}, devices=jax.devices()[:8])
+    rows = 2**16
+    width = 16
+    ids = 64
     adam = row_adam(lambda n: 0.1, lambda n: 0.9, eps=1e-10, weight_decay=lambda n: 0.5)
     part = rows // 8
 

@@ -18,7 +18,10 @@ from .r62_r89_golden import filled
 
 pytestmark = pytest.mark.slow  # two gradients of eleven layers to compile
 
-VOCAB, BOS, LENGTH, LIMIT = 512, 500, 112, 2e-5
+VOCAB = 512
+BOS = 500
+LENGTH = 112
+LIMIT = 2e-5
 FIELDS = {
     "VOCAB": VOCAB,
     "BOS": BOS,

@@ -29,7 +29,11 @@ from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 
-LAYERS, HEADS, WIDTH, VOCAB, BLOCK = 2, 2, 32, 272, 16
+LAYERS = 2
+HEADS = 2
+WIDTH = 32
+VOCAB = 272
+BLOCK = 16
 TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "BOS=5", "LANE_LEN=16", "COMPUTE=float32"]
 CONFIG = {
     "model_type": "gpt2",

@@ -27,7 +27,10 @@ CPU = device.Device("cpu", "xla", "emulated", 512)
 @pytest.mark.parametrize(("kind", "most"), [(GPU, program.GPU_COMPILES), (CPU, 4)])
 def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
     monkeypatch.setattr(program, "cores", lambda: 4)
-    together, lock, running, seen = threading.Barrier(most), threading.Lock(), [], []
+    together = threading.Barrier(most)
+    lock = threading.Lock()
+    running = []
+    seen = []
 
     def one(job):
         with lock:

@@ -260,15 +260,16 @@ def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
 def _backward(scales: Scales | None, saved: tuple[jax.Array, ...], g_NV: jax.Array):
     q_ND, q_VD, x_0D, w_0D = saved
     if scales is None:
-        q_NV, with_w, with_x, precision = g_NV, None, None, Precision.DEFAULT
+        q_NV = g_NV
+        with_w = None
+        with_x = None
+        precision = Precision.DEFAULT
     else:
         x, w, grad = (_as_multiplied(scale, x_0D.dtype) for scale in scales)
-        q_NV, with_w, with_x, precision = (
-            quantise(g_NV, grad, E5M2),
-            (grad, w),
-            (grad, x),
-            Precision.HIGHEST,
-        )
+        q_NV = quantise(g_NV, grad, E5M2)
+        with_w = (grad, w)
+        with_x = (grad, x)
+        precision = Precision.HIGHEST
     dx_ND = dot(q_NV, q_VD, (1, 0), with_w, x_0D.dtype, precision)
     dw_VD = dot(q_NV, q_ND, (0, 0), with_x, w_0D.dtype, precision)
     return dx_ND, dw_VD

@@ -44,13 +44,11 @@ class CacheStep:
         tokens: int,
         shapes: list[jax.ShapeDtypeStruct] | None = None,
     ) -> None:
-        self.cache, self.start_B, self.tokens, self.calls, self.shapes = (
-            cache,
-            start_B,
-            tokens,
-            0,
-            shapes,
-        )
+        self.cache = cache
+        self.start_B = start_B
+        self.tokens = tokens
+        self.calls = 0
+        self.shapes = shapes
 
     def start_of(self, length: int) -> jax.Array:
         """Start of the next ``length`` entries of each row: int32 ``[B]``."""

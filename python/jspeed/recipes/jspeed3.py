@@ -184,12 +184,10 @@ STEPS, moved = shortened(
 )
 SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS_FROM, COOLDOWN = moved
 STARTS = (0, *accumulate(STEPS))
-TOTAL, LAST, HEAD_WIDTH, NARROW = (
-    sum(STEPS),
-    LAYERS - 1,
-    WIDTH // HEADS,
-    len(ATTENDING) - len(LONG_LAYERS),
-)
+TOTAL = sum(STEPS)
+LAST = LAYERS - 1
+HEAD_WIDTH = WIDTH // HEADS
+NARROW = len(ATTENDING) - len(LONG_LAYERS)
 # whose MLP is where in the bank
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)
 CAP = asymmetric_cap(23.0, 5.0, 7.5)

@@ -128,12 +128,10 @@ def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> 
     and the data's are of another length. One without VOCAB stays as it is. Raises :class:`BadInput`
     for a VOCAB of ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
     """
-    data, fields, count, bos = (
-        loaded.recipe.data,
-        loaded.fields,
-        facts["vocab_size"],
-        facts["bos_id"],
-    )
+    data = loaded.recipe.data
+    fields = loaded.fields
+    count = facts["vocab_size"]
+    bos = facts["bos_id"]
     known, vocab = TOKENIZERS.get(data.name), fields.get("VOCAB")
     what = f"the data hold {count:,} ids of {facts['tokenizer']}"
     if GPT2_TABLE in loaded.source and facts["tokenizer"] != "gpt2":

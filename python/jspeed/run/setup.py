@@ -273,12 +273,10 @@ def say_opening(
 ) -> None:
     """Print every derived number of the run as (name, formula, value), then what a user should know
     of it."""
-    recipe, mesh, device, parts = (
-        loaded.recipe,
-        checked.placement.mesh,
-        checked.device,
-        checked.placement.parts,
-    )
+    recipe = loaded.recipe
+    mesh = checked.placement.mesh
+    device = checked.device
+    parts = checked.placement.parts
     devices = provenance.devices()
     path = min(str(loaded.path), os.path.relpath(loaded.path), key=len)
     kernels, explanation = kernels_of(device, loaded.fields.get("FP8"))

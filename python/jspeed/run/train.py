@@ -114,7 +114,10 @@ def loop(
     current one; so at most two steps are in flight. The transfer guard makes any other copy an
     error.
     """
-    recipe, options, clock, state = setup.recipe, setup.options, history.clock, setup.state
+    recipe = setup.recipe
+    options = setup.options
+    clock = history.clock
+    state = setup.state
     begun, rows, period = history.steps, batch_rows(setup.placement.mesh), recipe.period
     limit = 60 * (options.max_minutes or math.inf)
     mask = cache(lambda: begin_mask(setup))

@@ -216,7 +216,10 @@ def test_what_fits_is_found_largest_first():
 def fitted(monkeypatch):
     """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed),
     what was lowered for it, and what was compiled."""
-    trace, compile_, lowered, built = program.trace_step, compiler.compiled, [], []
+    trace = program.trace_step
+    compile_ = compiler.compiled
+    lowered = []
+    built = []
 
     def trace_step(recipe, stage, placement, parts, phase, head_chunk):
         found = trace(recipe, stage, placement, parts, phase, head_chunk).lower()
