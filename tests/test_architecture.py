@@ -257,12 +257,12 @@ def test_rooms_hold_few_modules():
 
 
 def test_files_are_rooms():
-    """A docstring that states one purpose, and no file past 480 lines; a recipe, which is flat, may
+    """A docstring that states one purpose, and no file past 490 lines; a recipe, which is flat, may
     have 720."""
     for path in FILES:
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{path} does not state its purpose"
-        most = 720 if path.parent.name == "recipes" else 480
+        most = 720 if path.parent.name == "recipes" else 490
         assert len(text.splitlines()) <= most, f"{path} has a second purpose inside"
     assert len((PACKAGE.parents[1] / "ARCHITECTURE.md").read_text().splitlines()) <= 120
 
