@@ -28,7 +28,9 @@ pub fn numpy<'py, T: Send + Sync + 'static>(
     shape: &[usize],
 ) -> PyResult<Bound<'py, PyAny>> {
     let array = Bound::new(py, Array(Box::new(Part(Arc::clone(owner), part))))?;
-    py.import("numpy")?.call_method1("frombuffer", (array, dtype))?.call_method1("reshape", (shape,))
+    py.import("numpy")?
+        .call_method1("frombuffer", (array, dtype))?
+        .call_method1("reshape", (shape,))
 }
 
 #[pymethods]
@@ -38,7 +40,11 @@ impl Array {
     /// # Safety
     /// Called by the interpreter only, with a valid `view`.
     #[expect(unsafe_code, reason = "the buffer protocol has no safe interface")]
-    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: &Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let bytes = slf.get().0.as_ref().as_ref();
         let start = bytes.as_ptr().cast_mut().cast();
         // A length in memory always fits.

@@ -17,7 +17,11 @@ pub struct Batch {
 
 impl Batch {
     /// Some columns of the tokens, as a view.
-    fn columns<'py>(&self, py: Python<'py>, columns: Bound<'py, PySlice>) -> PyResult<Bound<'py, PyAny>> {
+    fn columns<'py>(
+        &self,
+        py: Python<'py>,
+        columns: Bound<'py, PySlice>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.tokens(py)?.get_item((PySlice::full(py), columns))
     }
 }
@@ -44,8 +48,9 @@ impl Batch {
     #[getter]
     fn doc_offsets<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Shape { rows, max_docs, .. } = self.inner.shape();
-        let array =
-            |docs| numpy(py, &self.inner, |batch| bytes_of(batch.doc_offsets()), "i4", &[rows, docs + 1]);
+        let array = |docs| {
+            numpy(py, &self.inner, |batch| bytes_of(batch.doc_offsets()), "i4", &[rows, docs + 1])
+        };
         max_docs.map(array).transpose()
     }
 

@@ -45,7 +45,8 @@ impl ContextIndex {
         bos_id: i64,
         threads: Option<i64>,
     ) -> PyResult<Self> {
-        let cores = || available_parallelism().map_or(1, |cores| i64::try_from(cores.get()).unwrap_or(1));
+        let cores =
+            || available_parallelism().map_or(1, |cores| i64::try_from(cores.get()).unwrap_or(1));
         let threads = threads.unwrap_or_else(cores);
         let arguments = core::IndexArguments { capacity, lengths, recent, top, bos_id, threads };
         let inner = detached(py, || core::ContextIndex::new(&arguments))?;
@@ -67,9 +68,12 @@ impl ContextIndex {
             index.query(step, rows.tokens(), rows.shape.1)
         })?;
         let (height, width) = rows.shape;
-        let (each, all) = ([height, width], [height, width, self.read(py, core::ContextIndex::top)]);
+        let (each, all) =
+            ([height, width], [height, width, self.read(py, core::ContextIndex::top)]);
         let matches = Arc::new(matches);
-        let array = |part, dtype, shape: &[usize]| numpy(py, &matches, part, dtype, shape).map(Bound::unbind);
+        let array = |part, dtype, shape: &[usize]| {
+            numpy(py, &matches, part, dtype, shape).map(Bound::unbind)
+        };
         Ok(Matches {
             lengths: array(|matches| &matches.lengths, "u1", &each)?,
             occurrences: array(|matches| &matches.occurrences, "u1", &each)?,
@@ -111,7 +115,11 @@ impl ContextIndex {
 }
 
 impl ContextIndex {
-    fn read<T: Send>(&self, py: Python<'_>, what: impl FnOnce(&core::ContextIndex) -> T + Send) -> T {
+    fn read<T: Send>(
+        &self,
+        py: Python<'_>,
+        what: impl FnOnce(&core::ContextIndex) -> T + Send,
+    ) -> T {
         py.detach(|| what(&self.inner.read().unwrap_or_else(PoisonError::into_inner)))
     }
 }
@@ -134,9 +142,13 @@ impl Rows {
         let shape: Vec<usize> = array.getattr("shape")?.extract()?;
         let tokens = PyBuffer::<u16>::get(&array)
             .and_then(|buffer| buffer.to_vec(py).map(Stored::U16))
-            .or_else(|_| PyBuffer::<u32>::get(&array).and_then(|buffer| buffer.to_vec(py).map(Stored::U32)));
+            .or_else(|_| {
+                PyBuffer::<u32>::get(&array).and_then(|buffer| buffer.to_vec(py).map(Stored::U32))
+            });
         match (tokens, &shape[..]) {
-            (Ok(tokens), &[height, width]) if width > 0 => Ok(Self { tokens, shape: (height, width) }),
+            (Ok(tokens), &[height, width]) if width > 0 => {
+                Ok(Self { tokens, shape: (height, width) })
+            }
             _ => Err(raise(
                 py,
                 &core::Error::argument(format!(

@@ -34,7 +34,10 @@ fn raise(py: Python<'_>, error: &core::Error) -> PyErr {
 }
 
 /// Run `work` detached from the interpreter and map its error.
-fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, core::Error> + Send) -> PyResult<T> {
+fn detached<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T, core::Error> + Send,
+) -> PyResult<T> {
     py.detach(work).map_err(|error| raise(py, &error))
 }
 
@@ -48,7 +51,11 @@ fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
 
 /// Which token is never written directly after which other one, as bits; see the stubs.
 #[pyfunction]
-fn canonical_mask(py: Python<'_>, tokens: Vec<PyBackedBytes>, size: usize) -> PyResult<Bound<'_, PyAny>> {
+fn canonical_mask(
+    py: Python<'_>,
+    tokens: Vec<PyBackedBytes>,
+    size: usize,
+) -> PyResult<Bound<'_, PyAny>> {
     let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size))?;
     array::numpy(py, &Arc::new(mask), |mask| mask, "u1", &[size, size / 8])
 }

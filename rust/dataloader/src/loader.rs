@@ -33,7 +33,10 @@ impl TokenLoader {
             prefetch = 2, backend = "mmap"
         )
     )]
-    #[allow(clippy::too_many_arguments, reason = "these are the keyword arguments of the Python class")]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "these are the keyword arguments of the Python class"
+    )]
     fn new(
         py: Python<'_>,
         shards: &Bound<'_, PyAny>,
@@ -95,7 +98,9 @@ impl TokenLoader {
         };
         let next = detached(py, || self.loader.next(go_on));
         signals?;
-        next?.map(|batch| Batch { inner: Arc::new(batch) }).ok_or_else(|| PyStopIteration::new_err(()))
+        next?
+            .map(|batch| Batch { inner: Arc::new(batch) })
+            .ok_or_else(|| PyStopIteration::new_err(()))
     }
 
     fn start(&self, py: Python<'_>) -> PyResult<()> {
@@ -113,7 +118,11 @@ impl TokenLoader {
         Ok(dict.unbind())
     }
 
-    fn load_state_dict(&self, py: Python<'_>, state: BTreeMap<String, Bound<'_, PyAny>>) -> PyResult<()> {
+    fn load_state_dict(
+        &self,
+        py: Python<'_>,
+        state: BTreeMap<String, Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let fields = state.into_iter().map(|(name, value)| Ok((name, field(&value)?)));
         let fields = fields.collect::<PyResult<Vec<_>>>()?;
         detached(py, || self.loader.load_state(&fields))
@@ -184,7 +193,12 @@ fn stages(
     max_docs: Option<i64>,
 ) -> Result<Vec<core::Stage>, core::Error> {
     let Some(schedule) = schedule else {
-        return Ok(vec![core::Stage::new(None, lane_len.unwrap_or(LANE_LEN), max_doc_len, max_docs)?]);
+        return Ok(vec![core::Stage::new(
+            None,
+            lane_len.unwrap_or(LANE_LEN),
+            max_doc_len,
+            max_docs,
+        )?]);
     };
     if lane_len.or(max_doc_len).or(max_docs).is_some() {
         return Err(core::Error::argument(
@@ -192,8 +206,9 @@ fn stages(
              it; give them in one place",
         ));
     }
-    let stage =
-        |stage: Stage| core::Stage::new(Some(stage.steps), stage.lane_len, stage.max_doc_len, stage.max_docs);
+    let stage = |stage: Stage| {
+        core::Stage::new(Some(stage.steps), stage.lane_len, stage.max_doc_len, stage.max_docs)
+    };
     schedule.into_iter().map(stage).collect()
 }
 
@@ -211,7 +226,8 @@ fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
             raise(py, &core::Error::argument(message))
         })?,
     };
-    let pairs = pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
+    let pairs =
+        pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
     core::Sources::new(pairs.collect()).map_err(|error| raise(py, &error))
 }
 

@@ -39,7 +39,9 @@ impl Shards {
         let shards = self.catalog.shards().iter();
         PyList::new(
             py,
-            shards.map(|shard| path.call1((shard.path.as_os_str(),))).collect::<PyResult<Vec<_>>>()?,
+            shards
+                .map(|shard| path.call1((shard.path.as_os_str(),)))
+                .collect::<PyResult<Vec<_>>>()?,
         )
     }
 

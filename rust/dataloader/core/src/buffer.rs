@@ -179,8 +179,12 @@ impl Batch {
         let (range, all) = (start..start + tokens.len(), rows * (lane_len + 1));
         assert!(tokens.width() == width && at + tokens.len() <= lane_len + 1);
         match tokens {
-            Tokens::U16(tokens) => view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens),
-            Tokens::U32(tokens) => view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens),
+            Tokens::U16(tokens) => {
+                view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens)
+            }
+            Tokens::U32(tokens) => {
+                view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens)
+            }
         }
     }
 
@@ -202,7 +206,8 @@ impl Batch {
     pub(crate) fn set_mask(&mut self, row: usize, cuts: &[usize]) {
         let Shape { lane_len, loss_mask: true, .. } = self.shape else { return };
         let (start, len) = (self.start(3), self.mask_len());
-        let mask = &mut view_mut::<u8>(&mut self.memory[start..], len)[row * lane_len..(row + 1) * lane_len];
+        let mask = &mut view_mut::<u8>(&mut self.memory[start..], len)
+            [row * lane_len..(row + 1) * lane_len];
         mask.fill(1);
         for cut in cuts {
             mask[*cut] = 0;

@@ -84,7 +84,8 @@ impl Vocabulary {
             }
         }
         let starts: Vec<_> = tokens.iter().map(|token| kinds.first(token.as_ref())).collect();
-        let mut sizes: Vec<_> = starts.iter().map(|kind| usize::from(*kind != Kind::Inside)).collect();
+        let mut sizes: Vec<_> =
+            starts.iter().map(|kind| usize::from(*kind != Kind::Inside)).collect();
         for (id, pair) in parts.iter().enumerate().rev() {
             if let Some((left, _)) = *pair {
                 sizes[left] += sizes[id];
@@ -104,10 +105,13 @@ impl Vocabulary {
             let own = places[piece] + usize::from(starts[piece] != Kind::Inside);
             places[piece]..later.first().map_or(own, |&last| places[last] + sizes[last])
         };
-        let ranges =
-            parts.iter().enumerate().map(|(id, pair)| pair.map_or(0..0, |(_, right)| range(id, right)));
+        let ranges = parts
+            .iter()
+            .enumerate()
+            .map(|(id, pair)| pair.map_or(0..0, |(_, right)| range(id, right)));
         let ranges = ranges.collect();
-        let mut ends: Vec<_> = tokens.iter().map(|token| Some(kinds.last(token.as_ref()))).collect();
+        let mut ends: Vec<_> =
+            tokens.iter().map(|token| Some(kinds.last(token.as_ref()))).collect();
         for word in CONTRACTIONS {
             if let Some(&last) = merges.encode(word).as_deref().and_then(<[Id]>::last) {
                 ends[last] = None;
@@ -161,7 +165,8 @@ impl Merges {
                 parts.push(None);
                 continue;
             }
-            let pieces = merges.encode(token).filter(|pieces| pieces.iter().all(|&piece| piece < id));
+            let pieces =
+                merges.encode(token).filter(|pieces| pieces.iter().all(|&piece| piece < id));
             let Some(&[left, right]) = pieces.as_deref() else {
                 let what = format!(
                     "token {id}, {:?}, is not made of two earlier tokens",

@@ -45,8 +45,9 @@ impl Catalog {
         let mut shards: Vec<Shard> = Vec::with_capacity(paths.len());
         for path in paths {
             let (bytes, size) = read_header(&path).map_err(|error| Error::io(&path, 0, &error))?;
-            let (tokens, width) = header::parse(&bytes, size)
-                .map_err(|fault| Error::new(Kind::Format, format!("shard {} {fault}", path.display())))?;
+            let (tokens, width) = header::parse(&bytes, size).map_err(|fault| {
+                Error::new(Kind::Format, format!("shard {} {fault}", path.display()))
+            })?;
             hash.field(path.file_name().unwrap_or_default().as_bytes());
             hash.field(&size.to_le_bytes());
             hash.field(&bytes);
@@ -86,7 +87,9 @@ impl Catalog {
 
 impl std::fmt::Display for Catalog {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let name = |shard: &Shard| shard.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = |shard: &Shard| {
+            shard.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        };
         let (first, last) = (name(&self.shards[0]), name(&self.shards[self.shards.len() - 1]));
         let names = if self.shards.len() == 1 { first } else { format!("{first} .. {last}") };
         write!(

@@ -36,7 +36,9 @@ impl Stage {
         Ok(Self {
             steps: steps.map(|steps| in_range("steps", steps, 1, i64::MAX)).transpose()?,
             lane_len: in_range("lane_len", lane_len, 1, MOST - 1)?,
-            max_doc_len: max_doc_len.map(|len| in_range("max_doc_len", len, 1, MOST - 1)).transpose()?,
+            max_doc_len: max_doc_len
+                .map(|len| in_range("max_doc_len", len, 1, MOST - 1))
+                .transpose()?,
             max_docs: max_docs.map(|docs| in_range("max_docs", docs, 1, MOST_DOCS)).transpose()?,
         })
     }
@@ -144,7 +146,12 @@ impl Config {
     ///
     /// # Errors
     /// An unknown unit, or one that contradicts the order or another argument.
-    pub fn shuffle(&mut self, seed: i64, unit: &str, block_tokens: Option<i64>) -> Result<(), Error> {
+    pub fn shuffle(
+        &mut self,
+        seed: i64,
+        unit: &str,
+        block_tokens: Option<i64>,
+    ) -> Result<(), Error> {
         let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
         let documents = self.order == Order::Documents;
         match (unit, block_tokens) {
@@ -166,7 +173,9 @@ impl Config {
                     Some(block) => in_range("block_tokens", block, 1, MOST)?,
                     None => lane_lens.clone().fold(1, least_common_multiple),
                 };
-                if let Some(lane_len) = lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0) {
+                if let Some(lane_len) =
+                    lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0)
+                {
                     return Err(Error::argument(format!(
                         "block_tokens={block_tokens} is not a multiple of lane_len={lane_len}; choose block_tokens as \
                          a multiple of the lane_len of every stage"
@@ -242,12 +251,18 @@ impl Config {
         let in_one_shard = "tokens in one shard";
         let (have, need, unit) = match self.order {
             Order::Documents => (largest, lanes.saturating_mul(lane_len + 1), in_one_shard),
-            Order::Contiguous => (largest, lanes.saturating_mul(lane_len).saturating_add(1), in_one_shard),
+            Order::Contiguous => {
+                (largest, lanes.saturating_mul(lane_len).saturating_add(1), in_one_shard)
+            }
             Order::Windows { .. } => (largest, lane_len + 1, in_one_shard),
             Order::Shuffled { block_tokens, .. } => {
                 let blocks: usize =
                     catalog.shards().iter().map(|s| whole_blocks(s.tokens, block_tokens)).sum();
-                (blocks.saturating_mul(block_tokens / lane_len), lanes, "lane windows in whole blocks")
+                (
+                    blocks.saturating_mul(block_tokens / lane_len),
+                    lanes,
+                    "lane windows in whole blocks",
+                )
             }
         };
         if have < need {
@@ -304,7 +319,8 @@ mod tests {
     use super::*;
 
     fn config(steps: &[Option<u64>], lane_lens: &[usize]) -> Config {
-        let stage = |(&steps, &lane_len)| Stage { steps, lane_len, max_doc_len: None, max_docs: None };
+        let stage =
+            |(&steps, &lane_len)| Stage { steps, lane_len, max_doc_len: None, max_docs: None };
         Config {
             lanes: 8,
             order: Order::Contiguous,
@@ -324,9 +340,13 @@ mod tests {
     #[test]
     fn stages_follow_each_other() {
         let made = config(&[Some(2), Some(1), Some(3)], &[7, 8, 9]);
-        let found: Vec<_> = (0..8).map(|step| made.stage_at(step).map(|stage| stage.lane_len)).collect();
+        let found: Vec<_> =
+            (0..8).map(|step| made.stage_at(step).map(|stage| stage.lane_len)).collect();
         assert_eq!(found, [Some(7), Some(7), Some(8), Some(9), Some(9), Some(9), None, None]);
-        assert_eq!(config(&[None], &[7]).stage_at(u64::MAX - 1).map(|stage| stage.lane_len), Some(7));
+        assert_eq!(
+            config(&[None], &[7]).stage_at(u64::MAX - 1).map(|stage| stage.lane_len),
+            Some(7)
+        );
         assert_eq!(made.local_lanes(), 6..8);
     }
 

@@ -76,7 +76,8 @@ impl fmt::Display for Error {
 /// # Errors
 /// It is outside `low` to `high`, or of the type's range.
 pub fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
-    let bound = if high == i64::MAX { format!("at least {low}") } else { format!("from {low} to {high}") };
+    let bound =
+        if high == i64::MAX { format!("at least {low}") } else { format!("from {low} to {high}") };
     T::try_from(value).ok().filter(|_| (low..=high).contains(&value)).ok_or_else(|| {
         Error::argument(format!("{name} should be {bound} but is {value}; choose another value"))
     })

@@ -54,7 +54,8 @@ impl fmt::Display for Width {
 /// The header of a shard with `count` tokens of `width`.
 pub fn encode(count: i32, width: Width) -> Vec<u8> {
     let [magic, version] = width.words();
-    let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let mut bytes: Vec<u8> =
+        [magic, version, count].iter().flat_map(|word| word.to_le_bytes()).collect();
     bytes.resize(BYTES, 0);
     bytes
 }
@@ -64,7 +65,8 @@ pub fn encode(count: i32, width: Width) -> Vec<u8> {
 /// # Errors
 /// What is wrong and what to do, to follow the name of the file in a message.
 pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), String> {
-    let fault = |what: String| Err(format!("{what}; copy it again or make it with `jspeed prepare`"));
+    let fault =
+        |what: String| Err(format!("{what}; copy it again or make it with `jspeed prepare`"));
     let (Some(magic), Some(version), Some(count), true) =
         (word(bytes, 0), word(bytes, 1), word(bytes, 2), size >= BYTES as u64)
     else {
@@ -107,7 +109,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn header([magic, version]: [i32; 2], count: i32) -> Vec<u8> {
-        let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|w| w.to_le_bytes()).collect();
+        let mut bytes: Vec<u8> =
+            [magic, version, count].iter().flat_map(|w| w.to_le_bytes()).collect();
         bytes.resize(BYTES, 0);
         bytes
     }
@@ -118,7 +121,12 @@ mod tests {
         assert_eq!(parse(&header(narrow, 5), 1034), Ok((5, Width::Two)));
         assert_eq!(parse(&header(wide, 5), 1044), Ok((5, Width::Four)));
         for (words, count, size, told) in [
-            (narrow, 5, 1033, "too short: its header counts 5 uint16 tokens, which take 1034 bytes"),
+            (
+                narrow,
+                5,
+                1033,
+                "too short: its header counts 5 uint16 tokens, which take 1034 bytes",
+            ),
             (narrow, 5, 1035, "trailing bytes"),
             (wide, 5, 1034, "too short: its header counts 5 uint32 tokens, which take 1044 bytes"),
             ([7, 1], 5, 1034, "magic number 20240520 (uint16) or 20240801 (uint32) but is 7"),

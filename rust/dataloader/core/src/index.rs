@@ -88,7 +88,12 @@ impl Matches {
     /// Room for the answers to `positions` questions.
     fn new(positions: usize, top: usize) -> Self {
         let (lengths, occurrences) = (vec![0; positions], vec![0; positions]);
-        Self { lengths, occurrences, tokens: vec![0; positions * top], counts: vec![0; positions * top] }
+        Self {
+            lengths,
+            occurrences,
+            tokens: vec![0; positions * top],
+            counts: vec![0; positions * top],
+        }
     }
 
     fn chunks(&mut self, top: usize) -> impl Iterator<Item = Answers<'_>> {
@@ -138,7 +143,9 @@ impl ContextIndex {
         let bos = in_range("bos_id", given.bos_id, 0, u32::MAX.into())?;
         let tables = lengths.iter().map(|&len| Table::new(len, capacity, threads));
         let tables = tables.collect::<Result<Vec<_>, _>>()?;
-        let rows = zeroed(capacity * (1 + tables.len()), threads, |word| AtomicU32::store(word, 0, Relaxed))?;
+        let rows = zeroed(capacity * (1 + tables.len()), threads, |word| {
+            AtomicU32::store(word, 0, Relaxed)
+        })?;
         Ok(Self { tables, rows, capacity, recent, top, bos, threads, tokens: 0, steps: 0 })
     }
 
@@ -225,7 +232,10 @@ impl ContextIndex {
 
     fn check(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
         if row_len == 0 || tokens.len() % row_len != 0 {
-            return Err(Error::argument(format!("{} tokens are no rows of {row_len}", tokens.len())));
+            return Err(Error::argument(format!(
+                "{} tokens are no rows of {row_len}",
+                tokens.len()
+            )));
         }
         if step != self.steps {
             return Err(Error::argument(format!(
@@ -260,7 +270,8 @@ impl ContextIndex {
     /// Whether the tokens before `end` are those before the stored `position`.
     fn same(&self, position: u32, len: u8, end: usize, tokens: Tokens<'_>) -> bool {
         let len = usize::from(len);
-        let stored = self.rows[(position as usize - len) * self.stride()..].iter().step_by(self.stride());
+        let stored =
+            self.rows[(position as usize - len) * self.stride()..].iter().step_by(self.stride());
         stored.zip(end - len..end).all(|(stored, at)| stored.load(Relaxed) == tokens.at(at))
     }
 
@@ -287,20 +298,29 @@ impl ContextIndex {
             table.fetch(chunk.iter().map(|&(_, hash)| hash));
             for &(at, hash) in chunk {
                 let position = self.position(at);
-                let last = table.insert(hash, position, |last| self.same(last, table.len, at, tokens));
+                let last =
+                    table.insert(hash, position, |last| self.same(last, table.len, at, tokens));
                 self.row(position)[1 + number].store(last, Relaxed);
             }
         }
     }
 
     /// Answer the questions of one chunk.
-    fn answer(&self, chunk: &Range<usize>, tokens: Tokens<'_>, row_len: usize, answers: &mut Answers<'_>) {
+    fn answer(
+        &self,
+        chunk: &Range<usize>,
+        tokens: Tokens<'_>,
+        row_len: usize,
+        answers: &mut Answers<'_>,
+    ) {
         let contexts = self.contexts(chunk, row_len, tokens);
         let mut walks = self.longest(chunk, &contexts, tokens, answers);
         let mut next: Vec<Vec<(u32, u8)>> = vec![Vec::new(); chunk.len()];
         for _ in 0..self.recent {
             // All chains go a step further at a time, so that their cache misses overlap.
-            black_box(walks.iter().fold(0, |sum, walk| sum ^ self.row(walk.position)[0].load(Relaxed)));
+            black_box(
+                walks.iter().fold(0, |sum, walk| sum ^ self.row(walk.position)[0].load(Relaxed)),
+            );
             walks.retain_mut(|walk| {
                 let row = self.row(walk.position);
                 count(&mut next[walk.answer], row[0].load(Relaxed));
@@ -333,7 +353,8 @@ impl ContextIndex {
             let hash = |at| table.hash(contexts, at + 1);
             table.fetch(open.iter().map(|&at| hash(at)));
             open.retain(|&at| {
-                let (_, position) = table.find(hash(at), |last| self.same(last, table.len, at + 1, tokens));
+                let (_, position) =
+                    table.find(hash(at), |last| self.same(last, table.len, at + 1, tokens));
                 if position != 0 {
                     let answer = at - chunk.start;
                     last[answer] = Some(Walk { answer, table: number, position });
@@ -366,14 +387,20 @@ fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<
         let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || work(thread))).collect();
         let mut results = vec![work(0)];
         results.extend(
-            others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))),
+            others
+                .into_iter()
+                .map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))),
         );
         results
     })
 }
 
 /// So many zeros, in memory that the system has given by then: `touch` writes one, and is called for one of every page.
-fn zeroed<T: Zeroable + Sync>(count: usize, threads: usize, touch: fn(&T)) -> Result<Box<[T]>, Error> {
+fn zeroed<T: Zeroable + Sync>(
+    count: usize,
+    threads: usize,
+    touch: fn(&T),
+) -> Result<Box<[T]>, Error> {
     let zeros: Box<[T]> = try_zeroed_slice_box(count).map_err(|()| {
         Error::argument(format!(
             "the index needs {} MB in one piece, which this machine does not have; lower its capacity",
@@ -382,7 +409,12 @@ fn zeroed<T: Zeroable + Sync>(count: usize, threads: usize, touch: fn(&T)) -> Re
     })?;
     let share = count.div_ceil(threads);
     in_threads(threads, |thread| {
-        zeros.iter().skip(thread * share).take(share).step_by(PAGE / size_of::<T>()).for_each(touch);
+        zeros
+            .iter()
+            .skip(thread * share)
+            .take(share)
+            .step_by(PAGE / size_of::<T>())
+            .for_each(touch);
     });
     Ok(zeros)
 }

@@ -31,8 +31,9 @@ impl Stream {
         cursor: Cursor,
         stop: &Arc<AtomicBool>,
     ) -> Self {
-        let planner =
-            |catalog: &Arc<_>| LanePlanner::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop));
+        let planner = |catalog: &Arc<_>| {
+            LanePlanner::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop))
+        };
         let planners = sources.catalogs().map(planner).collect();
         Self { sources, config, pool, cursor, planners }
     }
@@ -130,7 +131,9 @@ impl Stream {
             if ends.len() > max_docs {
                 let path = &self.planners[source].catalog.shards()[first.shard].path;
                 let (offset, found) = (first.range.start, ends.len());
-                return Err(too_many_documents(path, offset, step, first.lane, found, max_docs, found));
+                return Err(too_many_documents(
+                    path, offset, step, first.lane, found, max_docs, found,
+                ));
             }
         }
         batch.set_documents(row, &ends);
@@ -138,7 +141,13 @@ impl Stream {
         Ok(())
     }
 
-    fn check_range(&self, batch: &Batch, row: usize, source: usize, pieces: &[Piece]) -> Result<(), Error> {
+    fn check_range(
+        &self,
+        batch: &Batch,
+        row: usize,
+        source: usize,
+        pieces: &[Piece],
+    ) -> Result<(), Error> {
         let Some(vocab_size) = self.config.vocab_size else { return Ok(()) };
         let tokens = batch.row(row);
         let Some(at) = tokens.find_outside(vocab_size) else { return Ok(()) };

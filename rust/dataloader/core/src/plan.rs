@@ -72,7 +72,11 @@ impl LanePlanner {
     }
 
     /// The tokens of all `wanted` lanes from `from` on, in one segment; `None` after the last epoch.
-    pub(crate) fn plan(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Option<Plan>, Error> {
+    pub(crate) fn plan(
+        &mut self,
+        from: Place,
+        wanted: LaneRequest<'_>,
+    ) -> Result<Option<Plan>, Error> {
         let (mut at, mut dropped) = (from, 0);
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
         let segment = loop {
@@ -140,11 +144,17 @@ impl LanePlanner {
         }
     }
 
-    fn in_segment(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Segment>, Error> {
+    fn in_segment(
+        &mut self,
+        at: &Place,
+        wanted: LaneRequest<'_>,
+    ) -> Result<Option<Segment>, Error> {
         match self.config.order {
             Order::Documents => self.plan_documents(at, wanted),
             Order::Contiguous => Ok(self.plan_contiguous(at, wanted)),
-            Order::Shuffled { seed, block_tokens } => Ok(self.plan_blocks(at, wanted, seed, block_tokens)),
+            Order::Shuffled { seed, block_tokens } => {
+                Ok(self.plan_blocks(at, wanted, seed, block_tokens))
+            }
             Order::Windows { seed } => Ok(self.plan_windows(at, wanted, seed)),
         }
     }
@@ -152,7 +162,11 @@ impl LanePlanner {
     /// The rules of modded-nanogpt: a lane is filled with documents, each from its first token and cut at
     /// `max_doc_len` or at the end of the lane; the cut-off rest is skipped. The last document of a shard
     /// ends with the shard. If the shard has too few tokens left for a whole batch, they are dropped.
-    fn plan_documents(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Segment>, Error> {
+    fn plan_documents(
+        &mut self,
+        at: &Place,
+        wanted: LaneRequest<'_>,
+    ) -> Result<Option<Segment>, Error> {
         let Config { bos_id, loss_mask, .. } = *self.config;
         let LaneRequest { step, stage, lanes } = wanted;
         let (local, shard) = (self.config.local_lanes(), self.shard_of(at));
@@ -171,7 +185,8 @@ impl LanePlanner {
                     reader.unchanged()?;
                     return Ok(None);
                 };
-                let longest = stage.max_doc_len.unwrap_or(width).min(width - filled).min(tokens - start);
+                let longest =
+                    stage.max_doc_len.unwrap_or(width).min(width - filled).min(tokens - start);
                 let next = reader.find(bos_id, start + 1..start + longest, &self.stop)?;
                 end = next.unwrap_or(start + longest);
                 if filled == 0 {
@@ -194,7 +209,15 @@ impl LanePlanner {
                 let (found, offset) = documents[index];
                 let least = documents.iter().map(|(count, _)| *count).max().unwrap_or(found);
                 let path = &self.catalog.shards()[shard].path;
-                return Err(too_many_documents(path, offset, step, lanes[index], found, max_docs, least));
+                return Err(too_many_documents(
+                    path,
+                    offset,
+                    step,
+                    lanes[index],
+                    found,
+                    max_docs,
+                    least,
+                ));
             }
         }
         Ok(Some(Segment { pieces, end }))
@@ -213,8 +236,12 @@ impl LanePlanner {
         }
         let starts = (at.offset..end).step_by(stage.lane_len);
         let pieces = lanes.iter().zip(starts).filter(|(lane, _)| local.contains(lane));
-        let piece =
-            |(&lane, start)| Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false };
+        let piece = |(&lane, start)| Piece {
+            lane,
+            shard,
+            range: start..start + stage.lane_len + 1,
+            cut: false,
+        };
         Some(Segment { pieces: pieces.map(piece).collect(), end })
     }
 
@@ -243,7 +270,12 @@ impl LanePlanner {
                 let block = usize::try_from(permutation.at((end / block_tokens) as u64)).ok()?;
                 let shard = self.blocks.partition_point(|before| *before <= block) - 1;
                 let start = (block - self.blocks[shard]) * block_tokens + end % block_tokens;
-                pieces.push(Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false });
+                pieces.push(Piece {
+                    lane,
+                    shard,
+                    range: start..start + stage.lane_len + 1,
+                    cut: false,
+                });
             }
             end += stage.lane_len;
         }
@@ -267,7 +299,8 @@ impl LanePlanner {
             })?;
             Some(Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false })
         };
-        let pieces = lanes.iter().filter(|lane| local.contains(lane)).map(piece).collect::<Option<_>>()?;
+        let pieces =
+            lanes.iter().filter(|lane| local.contains(lane)).map(piece).collect::<Option<_>>()?;
         Some(Segment { pieces, end: at.offset })
     }
 

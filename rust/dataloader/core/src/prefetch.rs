@@ -96,7 +96,8 @@ impl Loader {
     pub fn new(sources: Sources, config: Config) -> Result<Self, Error> {
         config.check(&sources)?;
         let pool = Pool::new(config.prefetch + 2);
-        let inner = Inner { delivered: Cursor::start(sources.catalogs().count()), ..Inner::default() };
+        let inner =
+            Inner { delivered: Cursor::start(sources.catalogs().count()), ..Inner::default() };
         let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
         let (sources, config) = (Arc::new(sources), Arc::new(config));
         Ok(Self { sources, config, pool, shared, made_in: process::id() })
@@ -118,7 +119,8 @@ impl Loader {
     pub fn next(&self, mut go_on: impl FnMut() -> bool) -> Result<Option<Batch>, Error> {
         self.check_process()?;
         let (began, mut found_empty) = (Instant::now(), false);
-        let idle = |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
+        let idle =
+            |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
         loop {
             let mut inner = self.shared.lock();
             self.start_locked(&mut inner)?;
@@ -222,7 +224,8 @@ impl Loader {
             inner.delivered.clone(),
             &stop,
         );
-        let (shared, flag, depth) = (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
+        let (shared, flag, depth) =
+            (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
         let handle = Builder::new()
             .name("jspeed-loader".to_owned())
             .spawn(move || produce(&mut stream, &shared, &flag, depth))
@@ -292,7 +295,9 @@ fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize
             let wanted = inner.queue.len() < depth || (inner.queue.is_empty() && inner.waiting > 0);
             !wanted && !stop.load(Ordering::Relaxed)
         };
-        drop(shared.changed.wait_while(shared.lock(), idle).unwrap_or_else(PoisonError::into_inner));
+        drop(
+            shared.changed.wait_while(shared.lock(), idle).unwrap_or_else(PoisonError::into_inner),
+        );
         let made = catch_unwind(AssertUnwindSafe(|| stream.next_batch())).unwrap_or_else(|_| {
             Err(Error::argument(
                 "the loader's thread panicked, which is a bug; report it with the text above",

@@ -64,7 +64,10 @@ impl Reader {
         }
         // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
         // ranges are populated before they are touched and `unchanged` is called before a copy is used.
-        #[expect(unsafe_code, reason = "mapping a file that others may change has no safe interface")]
+        #[expect(
+            unsafe_code,
+            reason = "mapping a file that others may change has no safe interface"
+        )]
         let map = if backend == Backend::Map { unsafe { Mmap::map(&file) }.ok() } else { None };
         let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
         Ok(Self { shard: shard.clone(), file, stamp, source, ready: 0..0, bytes_read: 0 })
@@ -128,12 +131,14 @@ impl Reader {
     /// Check that the file still is the one that was opened: same size, not written to; else [`Kind::Changed`].
     pub fn unchanged(&self) -> Result<(), Error> {
         let offset = self.shard.width.offset(self.ready.start);
-        let metadata = self.file.metadata().map_err(|error| Error::io(&self.shard.path, offset, &error))?;
+        let metadata =
+            self.file.metadata().map_err(|error| Error::io(&self.shard.path, offset, &error))?;
         let now = Stamp::of(&metadata);
         if now == self.stamp {
             return Ok(());
         }
-        let what = if now.size == self.stamp.size { WRITTEN } else { &resized(self.stamp.size, now.size) };
+        let what =
+            if now.size == self.stamp.size { WRITTEN } else { &resized(self.stamp.size, now.size) };
         Err(changed(&self.shard, offset, what))
     }
 
@@ -150,7 +155,8 @@ impl Reader {
             if !(self.ready.start..=self.ready.end).contains(&range.start) {
                 self.ready = range.start..range.start;
             }
-            let (from, to) = (self.shard.width.offset(self.ready.end), self.shard.width.offset(ahead));
+            let (from, to) =
+                (self.shard.width.offset(self.ready.end), self.shard.width.offset(ahead));
             match populate(map, index(from), index(to - from)) {
                 Ok(()) => {
                     self.ready.end = ahead;

@@ -76,7 +76,9 @@ impl<'a> Tokens<'a> {
     /// Return every position of `token`, in order.
     pub fn positions(&self, token: u32) -> Vec<usize> {
         match self {
-            Self::U16(tokens) => u16::try_from(token).map_or_else(|_| Vec::new(), |t| positions(tokens, t)),
+            Self::U16(tokens) => {
+                u16::try_from(token).map_or_else(|_| Vec::new(), |t| positions(tokens, t))
+            }
             Self::U32(tokens) => positions(tokens, token),
         }
     }

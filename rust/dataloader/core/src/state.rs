@@ -57,20 +57,28 @@ impl std::fmt::Display for Value {
 
 /// The fields of a state, in a fixed order; the second source of a mixture has `epoch_1`, and so on.
 pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String, Value)> {
-    let mut fields =
-        vec![("version".to_owned(), Value::Int(VERSION)), ("step".to_owned(), Value::Int(int(cursor.step)))];
+    let mut fields = vec![
+        ("version".to_owned(), Value::Int(VERSION)),
+        ("step".to_owned(), Value::Int(int(cursor.step))),
+    ];
     for (source, place) in cursor.places.iter().enumerate() {
         let [epoch, shard, offset] = names(source);
         fields.push((epoch, Value::Int(int(place.epoch))));
         fields.push((shard, Value::Int(int(place.shard))));
         fields.push((offset, Value::Int(int(place.offset))));
     }
-    fields.extend(identity(config, sources).into_iter().map(|(name, value)| (name.to_owned(), value)));
+    fields.extend(
+        identity(config, sources).into_iter().map(|(name, value)| (name.to_owned(), value)),
+    );
     fields
 }
 
 /// Read a state back; [`Kind::State`] names the first field that is missing, out of range or different here.
-pub fn load(fields: &[(String, Value)], config: &Config, sources: &Sources) -> Result<Cursor, Error> {
+pub fn load(
+    fields: &[(String, Value)],
+    config: &Config,
+    sources: &Sources,
+) -> Result<Cursor, Error> {
     let get = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
     let differs = |name: &str, expected: String| {
         let found = get(name).map_or_else(|| "no such field".to_owned(), ToString::to_string);
@@ -131,7 +139,8 @@ fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
         (_, Some(seed)) => format!("seed {seed}, whole shards"),
         (_, None) => "none".to_owned(),
     };
-    let weights = sources.weights().map(|weight| weight.to_string()).collect::<Vec<_>>().join(" : ");
+    let weights =
+        sources.weights().map(|weight| weight.to_string()).collect::<Vec<_>>().join(" : ");
     let schedule = config.stages.iter().map(describe).collect::<Vec<_>>().join(", ");
     let mut fields = vec![
         ("fingerprint", Value::Text(sources.fingerprint().to_owned())),
@@ -152,9 +161,11 @@ fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
 }
 
 fn describe(stage: &Stage) -> String {
-    let steps =
-        stage.steps.map_or_else(|| "any number of steps".to_owned(), |steps| format!("{steps} steps"));
-    let cut = stage.max_doc_len.map_or_else(String::new, |len| format!(" with documents cut at {len}"));
+    let steps = stage
+        .steps
+        .map_or_else(|| "any number of steps".to_owned(), |steps| format!("{steps} steps"));
+    let cut =
+        stage.max_doc_len.map_or_else(String::new, |len| format!(" with documents cut at {len}"));
     format!("{steps} of {} tokens{cut}", stage.lane_len)
 }
 

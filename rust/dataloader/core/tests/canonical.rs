@@ -12,7 +12,9 @@ fn encode(text: &[u8], ranks: &Ranks) -> Vec<Vec<u8>> {
     let mut pieces: Vec<_> = text.iter().map(|&byte| vec![byte]).collect();
     loop {
         let rank = |at: usize| ranks.get(&[&pieces[at][..], &pieces[at + 1]].concat());
-        let Some((_, at)) = (1..pieces.len()).filter_map(|end| Some((rank(end - 1)?, end - 1))).min() else {
+        let Some((_, at)) =
+            (1..pieces.len()).filter_map(|end| Some((rank(end - 1)?, end - 1))).min()
+        else {
             return pieces;
         };
         let second = pieces.remove(at + 1);
@@ -167,7 +169,8 @@ fn refused() {
     for bad in ["abc", "é"] {
         let tokens = [&ascii[..], &[bad.as_bytes().to_vec()]].concat();
         assert!(
-            why(&tokens, 136).contains(&format!("token 128, \"{bad}\", is not made of two earlier tokens"))
+            why(&tokens, 136)
+                .contains(&format!("token 128, \"{bad}\", is not made of two earlier tokens"))
         );
     }
     assert!(canonical_mask(&ascii[..0], 0).unwrap().is_empty());

@@ -34,8 +34,10 @@ fn a_thousand_parity_batches_have_the_known_hash() {
     let shards: Vec<Vec<u16>> =
         (0..SHARDS).map(|shard| (0..TOKENS).map(|index| token(shard, index)).collect()).collect();
     let paths = folder.write(&shards);
-    let mut given =
-        config(8, &[(333, 16_384, Some(896)), (333, 32_768, Some(2048)), (334, 49_152, Some(2048))]);
+    let mut given = config(
+        8,
+        &[(333, 16_384, Some(896)), (333, 32_768, Some(2048)), (334, 49_152, Some(2048))],
+    );
     let docs = [128, 256, 512];
     given.stages.iter_mut().zip(docs).for_each(|(stage, docs)| stage.max_docs = Some(docs));
     (given.bos_id, given.epochs, given.prefetch) = (BOS.into(), None, 2);

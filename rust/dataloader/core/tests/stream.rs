@@ -13,8 +13,15 @@ use jspeed_dataloader_core::{Backend, Config, Kind, Loader, Order};
 use proptest::prelude::*;
 
 /// The model: shards as vectors, every rule spelt out token by token.
-fn naive(shards: &[Vec<u16>], lanes: usize, stages: &Stages, aligned: bool, epochs: u64) -> Vec<Told> {
-    let steps: Vec<_> = stages.iter().flat_map(|&(n, len, cut)| vec![(len, cut); n as usize]).collect();
+fn naive(
+    shards: &[Vec<u16>],
+    lanes: usize,
+    stages: &Stages,
+    aligned: bool,
+    epochs: u64,
+) -> Vec<Told> {
+    let steps: Vec<_> =
+        stages.iter().flat_map(|&(n, len, cut)| vec![(len, cut); n as usize]).collect();
     let (mut all, mut dropped) = (Vec::new(), 0);
     for epoch in 0..epochs {
         let before = all.len();
@@ -52,7 +59,13 @@ fn slice(tokens: &[u16], at: usize, lanes: usize, len: usize) -> Option<(Lanes, 
     Some(((0..lanes).map(row).collect::<Option<_>>()?, at + lanes * len))
 }
 
-fn pack(tokens: &[u16], mut at: usize, lanes: usize, len: usize, cut: usize) -> Option<(Lanes, usize)> {
+fn pack(
+    tokens: &[u16],
+    mut at: usize,
+    lanes: usize,
+    len: usize,
+    cut: usize,
+) -> Option<(Lanes, usize)> {
     let mut batch = Vec::new();
     for _ in 0..lanes {
         let (mut row, mut ends) = (Vec::new(), Vec::new());
@@ -61,7 +74,11 @@ fn pack(tokens: &[u16], mut at: usize, lanes: usize, len: usize, cut: usize) -> 
                 at += 1;
             }
             let mut taken = 0;
-            while at < tokens.len() && taken < cut && row.len() < len + 1 && (taken == 0 || tokens[at] != 0) {
+            while at < tokens.len()
+                && taken < cut
+                && row.len() < len + 1
+                && (taken == 0 || tokens[at] != 0)
+            {
                 row.push(tokens[at]);
                 (at, taken) = (at + 1, taken + 1);
             }
@@ -194,6 +211,9 @@ fn too_many_documents_name_the_lane_and_what_would_fit() {
     let made = loader(&folder.write(&[tokens]), &given, Backend::Map).unwrap();
     let error = next(&made).err().unwrap();
     let told = "token 5) holds 3 documents but max_docs=2; set max_docs to at least 4, ";
-    assert!(error.kind == Kind::DocOverflow && error.to_string().starts_with("step 0, lane 1 "), "{error}");
+    assert!(
+        error.kind == Kind::DocOverflow && error.to_string().starts_with("step 0, lane 1 "),
+        "{error}"
+    );
     assert!(error.to_string().contains(told), "{error}");
 }

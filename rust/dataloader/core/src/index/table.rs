@@ -22,7 +22,8 @@ impl Table {
     }
 
     pub fn new(len: u8, contexts: usize, threads: usize) -> Result<Self, Error> {
-        let slots = zeroed(Self::slots(contexts), threads, |slot| AtomicU64::store(slot, 0, Relaxed))?;
+        let slots =
+            zeroed(Self::slots(contexts), threads, |slot| AtomicU64::store(slot, 0, Relaxed))?;
         Ok(Self { len, power: power(len.into()), slots })
     }
 

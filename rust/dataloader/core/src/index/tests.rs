@@ -31,14 +31,19 @@ impl Model {
     fn query(&self, rows: &[Vec<u16>], given: &IndexArguments) -> Vec<Told> {
         let documents = rows.iter().flat_map(|row| documents(row));
         documents
-            .flat_map(|document| (1..=document.len()).map(move |end| self.told(&document[..end], given)))
+            .flat_map(|document| {
+                (1..=document.len()).map(move |end| self.told(&document[..end], given))
+            })
             .collect()
     }
 
     fn told(&self, context: &[u16], given: &IndexArguments) -> Told {
         let fits = given.lengths.iter().map(|&len| count(len)).filter(|&len| len <= context.len());
-        let known = fits.filter_map(|len| Some((len, self.0.get(&context[context.len() - len..])?)));
-        let Some((len, next)) = known.max_by_key(|&(len, _)| len) else { return (0, 0, Vec::new()) };
+        let known =
+            fits.filter_map(|len| Some((len, self.0.get(&context[context.len() - len..])?)));
+        let Some((len, next)) = known.max_by_key(|&(len, _)| len) else {
+            return (0, 0, Vec::new());
+        };
         let latest: Vec<u32> =
             next.iter().rev().take(count(given.recent)).map(|&token| token.into()).collect();
         let mut told: Vec<(u32, u8)> = Vec::new();
@@ -71,7 +76,14 @@ fn documents(row: &[u16]) -> Vec<Vec<u16>> {
 
 fn given(capacity: usize, lengths: &[i64]) -> IndexArguments {
     let capacity = i64::try_from(capacity).unwrap();
-    IndexArguments { capacity, lengths: lengths.to_vec(), recent: 96, top: 8, bos_id: BOS.into(), threads: 1 }
+    IndexArguments {
+        capacity,
+        lengths: lengths.to_vec(),
+        recent: 96,
+        top: 8,
+        bos_id: BOS.into(),
+        threads: 1,
+    }
 }
 
 fn push(index: &mut ContextIndex, rows: &[Vec<u16>]) -> Result<(), Error> {
@@ -100,8 +112,9 @@ fn text(tokens: usize, seed: u64, len: u64) -> Vec<u16> {
     let mut all: Vec<u16> = Vec::new();
     while all.len() < tokens {
         let (at, size) = (all.len() as u64, all.len());
-        let draw =
-            |of: u64, lane: u64| count(i64::try_from(crate::shuffle::draw(of, seed, at, lane)).unwrap());
+        let draw = |of: u64, lane: u64| {
+            count(i64::try_from(crate::shuffle::draw(of, seed, at, lane)).unwrap())
+        };
         if draw(len, 0) == 0 {
             all.push(BOS);
         } else if size > 100 && draw(20, 1) == 0 {
@@ -155,10 +168,14 @@ proptest! {
 #[test]
 fn a_hundred_thousand_tokens_and_any_number_of_threads() {
     let (lengths, all) = ([1, 3, 6], text(110_000, 1, 200));
-    let rows = |from: usize| all[from..from + 10_000].chunks(2_500).map(<[u16]>::to_vec).collect::<Vec<_>>();
+    let rows = |from: usize| {
+        all[from..from + 10_000].chunks(2_500).map(<[u16]>::to_vec).collect::<Vec<_>>()
+    };
     let mut model = Model::default();
     let mut indices: Vec<_> = [1, 2, 3, 8]
-        .map(|threads| ContextIndex::new(&IndexArguments { threads, ..given(100_000, &lengths) }).unwrap())
+        .map(|threads| {
+            ContextIndex::new(&IndexArguments { threads, ..given(100_000, &lengths) }).unwrap()
+        })
         .into();
     for step in 0..10 {
         model.push(&rows(step * 10_000), &lengths);

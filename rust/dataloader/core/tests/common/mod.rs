@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use jspeed_dataloader_core::header::{Width, encode};
-use jspeed_dataloader_core::{Backend, Batch, Catalog, Config, Error, Loader, Order, Sources, Stage};
+use jspeed_dataloader_core::{
+    Backend, Batch, Catalog, Config, Error, Loader, Order, Sources, Stage,
+};
 
 /// A folder that goes away with its value.
 pub struct Folder(PathBuf);
@@ -14,7 +16,8 @@ pub struct Folder(PathBuf);
 impl Folder {
     pub fn new() -> Self {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("jspeed-core-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("jspeed-core-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
@@ -28,7 +31,12 @@ impl Folder {
         self.write_as("tiny", shards, shard)
     }
 
-    pub fn write_as(&self, name: &str, shards: &[Vec<u16>], bytes: fn(&[u16]) -> Vec<u8>) -> Vec<PathBuf> {
+    pub fn write_as(
+        &self,
+        name: &str,
+        shards: &[Vec<u16>],
+        bytes: fn(&[u16]) -> Vec<u8>,
+    ) -> Vec<PathBuf> {
         let write = |(index, tokens): (usize, &Vec<u16>)| {
             let path = self.0.join(format!("{name}_train_{index:06}.bin"));
             std::fs::write(&path, bytes(tokens)).unwrap();
