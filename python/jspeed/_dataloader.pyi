@@ -42,8 +42,8 @@ def canonical_mask(tokens: Sequence[bytes], size: int) -> NDArray[np.uint8]:
     it may.
 
     Raises:
-        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, or a token is
-            not made of two earlier ones.
+        BadInput: ``size`` is not a multiple of 8, below the number of tokens or more than memory
+            allows, or a token is not made of two earlier ones.
     """
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
@@ -157,9 +157,10 @@ class TokenLoader:
             ``align="bos"``.
         prefetch: Batches made ahead by the thread, by default one in use and one ready; 0 makes
             each when it is asked for.
-        backend: ``"mmap"`` maps at most two shards of a source, and reads where the kernel lacks
-            what that needs; ``"pread"`` copies with pread(2): safe even if another process
-            truncates a shard between the check and the copy.
+        backend: ``"mmap"`` maps at most two shards. On Linux a shard that another process truncates
+            meanwhile raises ShardTruncatedError, by a handler of SIGBUS that leaves every other
+            fault to the handler before it. Elsewhere, and once another handler was put over it,
+            shards are read. ``"pread"`` reads always.
 
     Raises:
         BadInput: Arguments that contradict each other or do not fit the shards.
@@ -197,7 +198,7 @@ class TokenLoader:
             DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"``
                 only the process that owns the lane notices.
             LoaderForkedError: This process is a fork of the one that made the loader.
-            BadInput: No batch fits into any shard, or the loader is closed.
+            BadInput: No batch fits into any shard or into memory, or the loader is closed.
         """
     def start(self) -> None:
         """Begin to make batches now, for instance before compiling, rather than at the first
@@ -222,9 +223,9 @@ class TokenLoader:
         """Return counters over the batches delivered so far.
 
         ``batches``; ``bytes_read`` from shards by this process; ``wait_seconds`` in ``next`` in
-        total, and ``wait_p50``, ``wait_p99`` and ``wait_max`` of a batch, in seconds;
-        ``queue_empty``, how often no batch was ready; ``shard_switches``; ``dropped_tokens``, as in
-        Batch.
+        total, ``wait_max`` of a batch, and ``wait_p50`` and ``wait_p99`` of one of the last 4096,
+        in seconds; ``queue_empty``, how often no batch was ready; ``shard_switches``;
+        ``dropped_tokens``, as in Batch.
         """
     def close(self) -> None:
         """Stop the thread and wait for its end; batches already delivered stay valid."""
@@ -314,6 +315,7 @@ class ContextIndex:
         Raises:
             BadInput: ``step`` is not ``steps``, the rows do not fit into ``capacity``, or are no
                 such array; then nothing has changed.
+            LoaderForkedError: This process is a fork of the one that made the index.
         """
     def query(self, step: int, rows: _Tokens) -> Matches:
         """Look up the context up to and including each token of ``rows`` (rows, tokens) in the
@@ -322,7 +324,9 @@ class ContextIndex:
         Other Python threads run meanwhile, and may query too.
 
         Raises:
-            BadInput: ``step`` is not ``steps``, or ``rows`` are no such array.
+            BadInput: ``step`` is not ``steps``, ``rows`` are no such array, or there is no memory
+                for the answers.
+            LoaderForkedError: As :meth:`push`.
         """
     @property
     def steps(self) -> int:

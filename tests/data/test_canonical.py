@@ -98,3 +98,11 @@ def test_fewer_merges_rule_out_less(made):
 def test_refused(tokens, size, why):
     with pytest.raises(BadInput, match=why):
         canonical_mask(tokens, size)
+
+
+def test_a_mask_that_no_machine_has_the_memory_for_is_refused():
+    for size in (2**26, 2**33, 2**63):
+        with pytest.raises(
+            BadInput, match="MB in one piece, which this machine does not have; lower its size"
+        ):
+            canonical_mask([b"a"], size)

@@ -1,6 +1,9 @@
 """The index of contexts against a NumPy model, on trained and on validation text; what it
 refuses."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -184,6 +187,75 @@ def test_rows_are_tokens(rows):
         with pytest.raises(BadInput, match="rows should be an array"):
             call(0, rows)
     assert index.steps == 0
+
+
+def unaligned(rows):
+    memory = np.zeros(rows.nbytes + 1, np.uint8)[1:].view(rows.dtype).reshape(rows.shape)
+    memory[:] = rows
+    return memory
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<u4", ">u4"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        np.asfortranarray,
+        unaligned,
+        lambda rows: rows.repeat(2, 1)[:, ::2],
+        lambda rows: rows[::-1][::-1],
+    ],
+)
+def test_any_layout_and_byte_order_of_rows_is_read(dtype, form):
+    rows = np.array([[331, 332, 333], [7, 8, 9]])
+    index = ContextIndex(6, lengths=[1], bos_id=BOS, threads=1)
+    given = form(rows.astype(dtype))
+    given.setflags(write=False)
+    index.push(0, given)
+    assert index.query(1, given).tokens[:, :, 0].tolist() == [[332, 333, 0], [8, 9, 0]]
+
+
+FORKS = """
+    import os, sys, threading
+    import numpy as np
+    from jspeed.data import ContextIndex, LoaderForkedError
+    rows = np.random.default_rng(0).integers(0, 50_000, (8, 20_000), np.uint16)
+    index = ContextIndex(rows.size * 40, threads=2)
+    pushes = threading.Thread(target=lambda: [index.push(step, rows) for step in range(40)])
+    pushes.start()
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            for call in ("index.query(0, rows)", "index.push(0, rows)", "index.steps"):
+                try:
+                    eval(call)
+                except LoaderForkedError as error:
+                    assert "this index was made in process" in str(error)
+                else:
+                    os._exit(1)
+            os._exit(repr(index) != "ContextIndex(made before a fork)")
+        assert os.waitpid(child, 0)[1] == 0
+    pushes.join()
+"""
+
+
+def test_a_fork_during_a_push_does_not_hang():
+    subprocess.run([sys.executable, "-c", textwrap.dedent(FORKS)], check=True, timeout=60)
+
+
+def test_threads_that_cannot_be_had_are_done_without():
+    """There is address space for the index, and none for the stack of a thread."""
+    code = """
+    import resource
+    import numpy as np
+    from jspeed.data import ContextIndex
+    rows = np.array([[331, 332, 333, 331]], np.uint16)
+    most = 4096 * int(open("/proc/self/statm").read().split()[0]) + 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    index = ContextIndex(4, lengths=[1], threads=8)
+    index.push(0, rows)
+    assert index.query(1, rows).tokens[0, :, 0].tolist() == [332, 333, 331, 332]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
 
 
 def test_no_rows_are_a_step_too():

@@ -2,6 +2,7 @@
 arguments."""
 
 import json
+import os
 from itertools import repeat
 from types import SimpleNamespace
 
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspeed.data import DocOverflowError, Shuffle, StateMismatchError, TokenLoader, TokenRangeError
+from jspeed._dataloader import header
+from jspeed.data import (
+    DocOverflowError,
+    Shuffle,
+    StateMismatchError,
+    TokenLoader,
+    TokenRangeError,
+    open_shards,
+)
 from jspeed.errors import BadInput
 
 from .on_disk import shard_bytes, shards_of, wide_bytes
@@ -284,6 +293,23 @@ def test_bad_arguments_have_error_messages(message):
     with pytest.raises(BadInput, match=message):
         good = {"lanes": 2, "lane_len": 4, "bos_id": 0, "align": "bos"}
         TokenLoader(shards_of(np.arange(99)), **(good | BAD[message]))
+
+
+def test_a_batch_that_no_machine_has_the_memory_for_is_refused(tmp_path):
+    tokens, path = 2**27, tmp_path / "x_train_000001.bin"
+    path.write_bytes(header(tokens))
+    os.truncate(path, 1024 + 2 * tokens)
+    loader = TokenLoader(
+        open_shards(path),
+        lanes=2**20,
+        lane_len=tokens - 1,
+        shuffle=Shuffle(unit="window"),
+        epochs=None,
+    )
+    with pytest.raises(
+        BadInput, match=r"a batch needs 28147\d+ MB in one piece, .* use fewer lanes"
+    ):
+        next(loader)
 
 
 def test_too_many_documents_and_foreign_tokens_are_named():

@@ -28,4 +28,4 @@ class DocOverflowError(BadInput, ValueError):
 
 
 class LoaderForkedError(BadInput, RuntimeError):
-    """A loader is used in a fork of the process that made it."""
+    """A loader or index is used in a fork of the process that made it."""

@@ -1,5 +1,6 @@
 //! The index of contexts, as Python sees it.
 
+use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::available_parallelism;
 
@@ -16,6 +17,7 @@ use crate::{detached, raise};
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct ContextIndex {
     inner: RwLock<core::ContextIndex>,
+    made_in: u32,
 }
 
 /// Answers to a query; see the stubs.
@@ -50,11 +52,12 @@ impl ContextIndex {
         let threads = threads.unwrap_or_else(cores);
         let arguments = core::IndexArguments { capacity, lengths, recent, top, bos_id, threads };
         let inner = detached(py, || core::ContextIndex::new(&arguments))?;
-        Ok(Self { inner: RwLock::new(inner) })
+        Ok(Self { inner: RwLock::new(inner), made_in: process::id() })
     }
 
     fn push(&self, py: Python<'_>, step: u64, rows: &Bound<'_, PyAny>) -> PyResult<()> {
         let rows = Rows::new(rows)?;
+        self.check_process(py)?;
         detached(py, || {
             let mut index = self.inner.write().unwrap_or_else(PoisonError::into_inner);
             index.push(step, rows.tokens(), rows.shape.1)
@@ -63,13 +66,14 @@ impl ContextIndex {
 
     fn query(&self, py: Python<'_>, step: u64, rows: &Bound<'_, PyAny>) -> PyResult<Matches> {
         let rows = Rows::new(rows)?;
+        self.check_process(py)?;
         let matches = detached(py, || {
             let index = self.inner.read().unwrap_or_else(PoisonError::into_inner);
             index.query(step, rows.tokens(), rows.shape.1)
         })?;
         let (height, width) = rows.shape;
         let (each, all) =
-            ([height, width], [height, width, self.read(py, core::ContextIndex::top)]);
+            ([height, width], [height, width, self.read(py, core::ContextIndex::top)?]);
         let matches = Arc::new(matches);
         let array = |part, dtype, shape: &[usize]| {
             numpy(py, &matches, part, dtype, shape).map(Bound::unbind)
@@ -83,33 +87,32 @@ impl ContextIndex {
     }
 
     #[getter]
-    fn steps(&self, py: Python<'_>) -> u64 {
+    fn steps(&self, py: Python<'_>) -> PyResult<u64> {
         self.read(py, core::ContextIndex::steps)
     }
 
     #[getter]
-    fn num_tokens(&self, py: Python<'_>) -> usize {
+    fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.read(py, core::ContextIndex::tokens)
     }
 
     #[getter]
-    fn capacity(&self, py: Python<'_>) -> usize {
+    fn capacity(&self, py: Python<'_>) -> PyResult<usize> {
         self.read(py, core::ContextIndex::capacity)
     }
 
     #[getter]
-    fn nbytes(&self, py: Python<'_>) -> usize {
+    fn nbytes(&self, py: Python<'_>) -> PyResult<usize> {
         self.read(py, core::ContextIndex::bytes)
     }
 
-    fn __repr__(&self, py: Python<'_>) -> String {
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        if self.made_in != process::id() {
+            return Ok("ContextIndex(made before a fork)".to_owned());
+        }
         self.read(py, |index| {
-            format!(
-                "ContextIndex({} of {} tokens in {} steps)",
-                index.tokens(),
-                index.capacity(),
-                index.steps()
-            )
+            let (tokens, capacity, steps) = (index.tokens(), index.capacity(), index.steps());
+            format!("ContextIndex({tokens} of {capacity} tokens in {steps} steps)")
         })
     }
 }
@@ -119,8 +122,14 @@ impl ContextIndex {
         &self,
         py: Python<'_>,
         what: impl FnOnce(&core::ContextIndex) -> T + Send,
-    ) -> T {
-        py.detach(|| what(&self.inner.read().unwrap_or_else(PoisonError::into_inner)))
+    ) -> PyResult<T> {
+        self.check_process(py)?;
+        Ok(py.detach(|| what(&self.inner.read().unwrap_or_else(PoisonError::into_inner))))
+    }
+
+    /// A fork while the index was written to left the lock taken, and the index half written.
+    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        core::check_process("index", self.made_in).map_err(|error| raise(py, &error))
     }
 }
 
@@ -136,28 +145,35 @@ enum Stored {
 }
 
 impl Rows {
+    /// Any order, strides, alignment and byte order of two-dimensional tokens.
     fn new(given: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = given.py();
-        let array = py.import("numpy")?.call_method1("ascontiguousarray", (given,))?;
-        let shape: Vec<usize> = array.getattr("shape")?.extract()?;
-        let tokens = PyBuffer::<u16>::get(&array)
-            .and_then(|buffer| buffer.to_vec(py).map(Stored::U16))
-            .or_else(|_| {
-                PyBuffer::<u32>::get(&array).and_then(|buffer| buffer.to_vec(py).map(Stored::U32))
-            });
-        match (tokens, &shape[..]) {
-            (Ok(tokens), &[height, width]) if width > 0 => {
-                Ok(Self { tokens, shape: (height, width) })
+        let numpy = py.import("numpy")?;
+        let array = numpy.call_method1("asarray", (given,))?;
+        let (dtype, shape): (_, Vec<usize>) =
+            (array.getattr("dtype")?, array.getattr("shape")?.extract()?);
+        let kind: (char, usize) =
+            (dtype.getattr("kind")?.extract()?, dtype.getattr("itemsize")?.extract()?);
+        let as_here = |name| numpy.call_method1("require", (&array, name, ["C", "A"]));
+        let tokens = match (kind, &shape[..]) {
+            (('u', 2), &[_, 1..=usize::MAX]) => {
+                Stored::U16(PyBuffer::get(&as_here("u2")?)?.to_vec(py)?)
             }
-            _ => Err(raise(
-                py,
-                &core::Error::argument(format!(
-                    "rows should be an array [rows, tokens] of uint16 or uint32, but its shape is {shape:?} and its \
-                     type {}; give it the tokens of a batch, as the loader has them",
-                    array.getattr("dtype")?
-                )),
-            )),
-        }
+            (('u', 4), &[_, 1..=usize::MAX]) => {
+                Stored::U32(PyBuffer::get(&as_here("u4")?)?.to_vec(py)?)
+            }
+            _ => {
+                return Err(raise(
+                    py,
+                    &core::Error::argument(format!(
+                        "rows should be an array [rows, tokens] of uint16 or uint32, but its shape \
+                         is {shape:?} and its type {dtype}; give it the tokens of a batch, as the \
+                         loader has them"
+                    )),
+                ));
+            }
+        };
+        Ok(Self { tokens, shape: (shape[0], shape[1]) })
     }
 
     fn tokens(&self) -> Tokens<'_> {

@@ -131,12 +131,13 @@ impl TokenLoader {
     fn stats(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let stats = detached(py, || self.loader.stats())?;
         let dict = PyDict::new(py);
-        dict.set_item("batches", stats.waits.len())?;
+        dict.set_item("batches", stats.batches)?;
         dict.set_item("bytes_read", stats.bytes_read)?;
-        dict.set_item("wait_seconds", stats.waits.iter().copied().map(f64::from).sum::<f64>())?;
-        for (name, percent) in [("wait_p50", 50), ("wait_p99", 99), ("wait_max", 100)] {
+        dict.set_item("wait_seconds", stats.waited)?;
+        for (name, percent) in [("wait_p50", 50), ("wait_p99", 99)] {
             dict.set_item(name, stats.wait_percentile(percent).as_secs_f64())?;
         }
+        dict.set_item("wait_max", stats.longest_wait)?;
         dict.set_item("queue_empty", stats.queue_empty)?;
         dict.set_item("shard_switches", stats.shard_switches)?;
         dict.set_item("dropped_tokens", stats.dropped_tokens)?;

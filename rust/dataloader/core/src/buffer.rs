@@ -5,8 +5,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::allocation::try_zeroed_slice_box;
 use bytemuck::{Pod, Zeroable};
 
+use crate::error::Error;
 use crate::header::Width;
 use crate::scan::Tokens;
 use crate::state::Cursor;
@@ -18,8 +20,18 @@ pub(crate) struct Line([u8; LINE]);
 
 pub(crate) const LINE: usize = 64;
 
-impl Line {
-    pub(crate) const ZERO: Self = Self([0; LINE]);
+/// So much memory.
+///
+/// # Errors
+/// The machine does not have it.
+pub(crate) fn zeroed_lines(count: usize) -> Result<Vec<Line>, Error> {
+    try_zeroed_slice_box(count).map(Vec::from).map_err(|()| {
+        Error::argument(format!(
+            "a batch needs {} MB in one piece, which this machine does not have; use fewer lanes, a \
+             shorter lane_len or more processes",
+            count / 1_000_000 * LINE
+        ))
+    })
 }
 
 /// The first `len` integers in `lines`.
@@ -53,16 +65,20 @@ impl Pool {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    fn take(&self, lines: usize) -> Vec<Line> {
+    fn take(&self, lines: usize) -> Result<Vec<Line>, Error> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.retain(|buffer| buffer.len() == lines);
-        free.pop().unwrap_or_else(|| vec![Line::ZERO; lines])
+        let found = free.pop();
+        drop(free);
+        found.map_or_else(|| zeroed_lines(lines), Ok)
     }
 
+    /// Where the lock is taken the memory goes: in a fork it may be taken for ever.
     fn give(&self, buffer: Vec<Line>) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if free.len() < self.keep {
-            free.push(buffer);
+        if let Ok(mut free) = self.free.try_lock() {
+            if free.len() < self.keep {
+                free.push(buffer);
+            }
         }
     }
 }
@@ -86,11 +102,11 @@ impl Shape {
     /// Lines of memory for tokens, document offsets, document counts and mask.
     fn lines(&self) -> [usize; 4] {
         let docs = self.max_docs.map_or(0, |docs| docs + 1);
-        let table = self.rows * docs * size_of::<i32>();
-        let counts = if docs > 0 { self.rows * size_of::<i32>() } else { 0 };
-        let mask = if self.loss_mask { self.rows * self.lane_len } else { 0 };
-        [self.rows * (self.lane_len + 1) * self.width.bytes(), table, counts, mask]
-            .map(|bytes| bytes.div_ceil(LINE))
+        let of_rows = |bytes: usize| self.rows.saturating_mul(bytes).div_ceil(LINE);
+        let counts = if docs > 0 { size_of::<i32>() } else { 0 };
+        let mask = if self.loss_mask { self.lane_len } else { 0 };
+        [(self.lane_len + 1) * self.width.bytes(), docs * size_of::<i32>(), counts, mask]
+            .map(of_rows)
     }
 }
 
@@ -115,9 +131,12 @@ pub struct Batch {
 
 impl Batch {
     /// A batch with memory from `pool`; its contents are not defined yet.
-    pub fn new(pool: &Arc<Pool>, shape: Shape) -> Self {
-        Self {
-            memory: pool.take(shape.lines().iter().sum()),
+    ///
+    /// # Errors
+    /// The machine has not the memory.
+    pub fn new(pool: &Arc<Pool>, shape: Shape) -> Result<Self, Error> {
+        Ok(Self {
+            memory: pool.take(shape.lines().iter().sum())?,
             pool: Arc::clone(pool),
             shape,
             step: 0,
@@ -126,7 +145,7 @@ impl Batch {
             bytes_read: 0,
             switches: 0,
             after: Cursor::default(),
-        }
+        })
     }
 
     /// What it has memory for.
@@ -180,10 +199,10 @@ impl Batch {
         assert!(tokens.width() == width && at + tokens.len() <= lane_len + 1);
         match tokens {
             Tokens::U16(tokens) => {
-                view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens)
+                view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens);
             }
             Tokens::U32(tokens) => {
-                view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens)
+                view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens);
             }
         }
     }
@@ -251,7 +270,8 @@ mod tests {
     #[test]
     fn parts_are_aligned_and_do_not_overlap() {
         for width in [Width::Two, Width::Four] {
-            let mut batch = Batch::new(&Pool::new(2), Shape { width, ..shape(3, 7, Some(4)) });
+            let mut batch =
+                Batch::new(&Pool::new(2), Shape { width, ..shape(3, 7, Some(4)) }).unwrap();
             for row in 0..3u16 {
                 match width {
                     Width::Two => batch.copy(row.into(), 0, Tokens::U16(&[row + 1; 8])),
@@ -275,16 +295,16 @@ mod tests {
     #[test]
     fn memory_is_reused_only_after_drop() {
         let pool = Pool::new(1);
-        let first = Batch::new(&pool, shape(1, 100, None));
-        let second = Batch::new(&pool, shape(1, 100, None));
+        let first = Batch::new(&pool, shape(1, 100, None)).unwrap();
+        let second = Batch::new(&pool, shape(1, 100, None)).unwrap();
         let (one, two) = (start(&first), start(&second));
         assert_ne!(one, two);
         assert_eq!(one.align_offset(LINE), 0);
         drop(first);
         drop(second);
         assert_eq!(pool.unused(), 1);
-        assert_eq!(start(&Batch::new(&pool, shape(1, 100, None))), one);
-        let other = Batch::new(&pool, shape(1, 50, None));
+        assert_eq!(start(&Batch::new(&pool, shape(1, 100, None)).unwrap()), one);
+        let other = Batch::new(&pool, shape(1, 50, None)).unwrap();
         assert_eq!((other.tokens().len(), pool.unused()), (51, 0));
     }
 }

@@ -14,6 +14,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use bytemuck::allocation::try_zeroed_vec;
 use regex_syntax::hir::{Class, ClassUnicode, Hir, HirKind};
 
 use crate::Error;
@@ -47,7 +48,13 @@ pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize) -> Result<Vec<u8
         )));
     }
     let (vocabulary, row_len) = (Vocabulary::new(tokens)?, size / 8);
-    let mut mask = vec![0; size * row_len];
+    let mut mask = try_zeroed_vec(size.saturating_mul(row_len)).map_err(|()| {
+        Error::argument(format!(
+            "a mask of {size} columns needs {} MB in one piece, which this machine does not have; \
+             lower its size",
+            size as u128 * row_len as u128 / 1_000_000
+        ))
+    })?;
     for (token, row) in mask.chunks_mut(row_len.max(1)).take(tokens.len()).enumerate() {
         vocabulary.rule_out(token, row);
     }

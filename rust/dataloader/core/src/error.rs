@@ -82,3 +82,21 @@ pub fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) ->
         Error::argument(format!("{name} should be {bound} but is {value}; choose another value"))
     })
 }
+
+/// Threads and locks do not survive `fork`: check that `what` was made in this process.
+///
+/// # Errors
+/// [`Kind::Forked`]: it was made in another one.
+pub fn check_process(what: &str, made_in: u32) -> Result<(), Error> {
+    let here = std::process::id();
+    if made_in == here {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Forked,
+        format!(
+            "this {what} was made in process {made_in} and cannot be used in its fork {here}, which \
+             has none of its threads; make the {what} in the child or start the child with spawn"
+        ),
+    ))
+}

@@ -13,9 +13,10 @@ use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
 
 use bytemuck::Zeroable;
-use bytemuck::allocation::try_zeroed_slice_box;
+use bytemuck::allocation::{try_zeroed_slice_box, try_zeroed_vec};
 
 use crate::error::{Error, in_range};
 use crate::scan::Tokens;
@@ -86,14 +87,18 @@ struct Answers<'a> {
 
 impl Matches {
     /// Room for the answers to `positions` questions.
-    fn new(positions: usize, top: usize) -> Self {
-        let (lengths, occurrences) = (vec![0; positions], vec![0; positions]);
-        Self {
-            lengths,
-            occurrences,
-            tokens: vec![0; positions * top],
-            counts: vec![0; positions * top],
-        }
+    fn new(positions: usize, top: usize) -> Result<Self, Error> {
+        let bytes = || try_zeroed_vec(positions).ok();
+        let all = positions * top;
+        let room =
+            || Some((bytes()?, bytes()?, try_zeroed_vec(all).ok()?, try_zeroed_vec(all).ok()?));
+        let (lengths, occurrences, tokens, counts) = room().ok_or_else(|| {
+            Error::argument(format!(
+                "the answers to {positions} positions, {top} tokens each, need more memory than this \
+                 machine has; ask for fewer at a time, or lower top"
+            ))
+        })?;
+        Ok(Self { lengths, occurrences, tokens, counts })
     }
 
     fn chunks(&mut self, top: usize) -> impl Iterator<Item = Answers<'_>> {
@@ -144,7 +149,7 @@ impl ContextIndex {
         let tables = lengths.iter().map(|&len| Table::new(len, capacity, threads));
         let tables = tables.collect::<Result<Vec<_>, _>>()?;
         let rows = zeroed(capacity * (1 + tables.len()), threads, |word| {
-            AtomicU32::store(word, 0, Relaxed)
+            AtomicU32::store(word, 0, Relaxed);
         })?;
         Ok(Self { tables, rows, capacity, recent, top, bos, threads, tokens: 0, steps: 0 })
     }
@@ -217,7 +222,7 @@ impl ContextIndex {
     /// Other steps than exactly those before `step` were pushed.
     pub fn query(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<Matches, Error> {
         self.check(step, tokens, row_len)?;
-        let mut matches = Matches::new(tokens.len(), self.top);
+        let mut matches = Matches::new(tokens.len(), self.top)?;
         let work = Mutex::new(chunks(tokens.len()).zip(matches.chunks(self.top)));
         in_threads(self.threads, |_| {
             loop {
@@ -380,17 +385,18 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(CHUNK).map(move |start| start..len.min(start + CHUNK))
 }
 
-/// What `work` returns in each of so many threads, this one among them.
+/// What `work` returns for each of `0..threads`, in a thread each; in this one where none can be had.
 fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let work = &work;
-        let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        let others: Vec<_> = (1..threads)
+            .map(|thread| Builder::new().spawn_scoped(scope, move || work(thread)))
+            .collect();
         let mut results = vec![work(0)];
-        results.extend(
-            others
-                .into_iter()
-                .map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))),
-        );
+        results.extend(others.into_iter().zip(1..).map(|(other, thread)| match other {
+            Ok(other) => other.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(_) => work(thread),
+        }));
         results
     })
 }

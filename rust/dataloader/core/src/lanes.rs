@@ -41,6 +41,14 @@ impl Stream {
     /// Make the next batch; `None` after the last. Errors: a shard that changed or cannot be read, a token outside the
     /// vocabulary, too many documents in a lane, an epoch without a single batch.
     pub fn next_batch(&mut self) -> Result<Option<Batch>, Error> {
+        self.planners.iter_mut().for_each(|planner| planner.readers.begin());
+        let made = self.make_batch();
+        // Tokens of a file that has changed prove nothing, be it a batch, its end or an error.
+        self.planners.iter_mut().try_for_each(|planner| planner.readers.unchanged())?;
+        made
+    }
+
+    fn make_batch(&mut self) -> Result<Option<Batch>, Error> {
         let config = Arc::clone(&self.config);
         let step = self.cursor.step;
         let Some(stage) = config.stage_at(step) else { return Ok(None) };
@@ -66,7 +74,7 @@ impl Stream {
             max_docs: stage.max_docs,
             loss_mask: config.loss_mask,
         };
-        let mut batch = Batch::new(&self.pool, shape);
+        let mut batch = Batch::new(&self.pool, shape)?;
         for (source, pieces) in &planned {
             for pieces in pieces.chunk_by(|a, b| a.lane == b.lane) {
                 self.fill(&mut batch, *source, pieces)?;
@@ -122,7 +130,6 @@ impl Stream {
                 cuts.push(filled - 1);
             }
         }
-        planner.readers.get(&planner.catalog, first.shard)?.unchanged()?;
         self.check_range(batch, row, source, pieces)?;
         if let (Some(max_docs), false) = (max_docs, self.config.order == Order::Documents) {
             let starts = batch.row(row).positions(self.config.bos_id);

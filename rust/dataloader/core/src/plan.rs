@@ -86,7 +86,6 @@ impl LanePlanner {
             if self.stop.load(Ordering::Relaxed) {
                 return Err(Error::stopped());
             }
-            self.readers.rewind();
             if let Some(segment) = self.in_segment(&at, wanted)? {
                 break segment;
             }
@@ -182,7 +181,6 @@ impl LanePlanner {
             let (mut filled, mut count, mut first) = (0, 0, end);
             while filled < width {
                 let Some(start) = reader.find(bos_id, end..tokens, &self.stop)? else {
-                    reader.unchanged()?;
                     return Ok(None);
                 };
                 let longest =
@@ -205,7 +203,6 @@ impl LanePlanner {
         }
         if let Some(max_docs) = stage.max_docs {
             if let Some(index) = documents.iter().position(|(count, _)| *count > max_docs) {
-                reader.unchanged()?;
                 let (found, offset) = documents[index];
                 let least = documents.iter().map(|(count, _)| *count).max().unwrap_or(found);
                 let path = &self.catalog.shards()[shard].path;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::{Batch, Pool};
 use crate::config::Config;
-use crate::error::{Error, Kind};
+use crate::error::{Error, check_process};
 use crate::lanes::Stream;
 use crate::sources::Sources;
 use crate::state::{self, Cursor, Value};
@@ -29,24 +29,41 @@ pub struct Stats {
     pub queue_empty: u64,
     /// How often another shard was opened.
     pub shard_switches: u64,
-    /// Seconds that a consumer waited for each batch.
-    pub waits: Vec<f32>,
+    /// Batches.
+    pub batches: u64,
+    /// Seconds that consumers waited for them.
+    pub waited: f64,
+    /// Of these, for the one that took longest.
+    pub longest_wait: f64,
+    /// Seconds that a consumer waited for each of the last [`Stats::WAITS`] batches, in no order.
+    waits: Vec<f64>,
 }
 
 impl Stats {
+    /// How many batches percentiles are of, the last ones.
+    pub const WAITS: usize = 4096;
+
     fn record(&mut self, batch: &Batch, wait: Duration) {
         self.bytes_read += batch.bytes_read;
         self.dropped_tokens += batch.dropped;
         self.shard_switches += batch.switches;
-        self.waits.push(wait.as_secs_f32());
+        let wait = wait.as_secs_f64();
+        self.waited += wait;
+        self.longest_wait = self.longest_wait.max(wait);
+        let place = usize::try_from(self.batches).unwrap_or_default() % Self::WAITS;
+        if place == self.waits.len() {
+            self.waits.push(0.0);
+        }
+        self.waits[place] = wait;
+        self.batches += 1;
     }
 
-    /// The wait that `percent` of all waits do not exceed; zero before the first.
+    /// The wait that `percent` of the last waits do not exceed; zero before the first.
     pub fn wait_percentile(&self, percent: usize) -> Duration {
         let mut sorted = self.waits.clone();
-        sorted.sort_by(f32::total_cmp);
+        sorted.sort_by(f64::total_cmp);
         let rank = (sorted.len() * percent).div_ceil(100);
-        Duration::from_secs_f32(sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default())
+        Duration::from_secs_f64(sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default())
     }
 }
 
@@ -171,7 +188,7 @@ impl Loader {
     /// Continue after the batches of a saved state.
     ///
     /// # Errors
-    /// [`Kind::State`] when it belongs to other data or settings, or the loader is closed.
+    /// [`crate::Kind::State`] when it belongs to other data or settings, or the loader is closed.
     pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
         self.check_process()?;
         let cursor = state::load(fields, &self.config, &self.sources)?;
@@ -217,18 +234,16 @@ impl Loader {
             return Ok(());
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let mut stream = Stream::new(
-            Arc::clone(&self.sources),
-            Arc::clone(&self.config),
-            Arc::clone(&self.pool),
-            inner.delivered.clone(),
-            &stop,
-        );
+        let (sources, config) = (Arc::clone(&self.sources), Arc::clone(&self.config));
+        let (pool, start) = (Arc::clone(&self.pool), inner.delivered.clone());
         let (shared, flag, depth) =
             (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
         let handle = Builder::new()
             .name("jspeed-loader".to_owned())
-            .spawn(move || produce(&mut stream, &shared, &flag, depth))
+            .spawn(move || {
+                let mut stream = Stream::new(sources, config, pool, start, &flag);
+                produce(&mut stream, &shared, &flag, depth);
+            })
             .map_err(|error| {
                 Error::argument(format!(
                     "the loader's thread cannot be started ({error}); raise the limit on threads or close other loaders"
@@ -250,20 +265,8 @@ impl Loader {
         handle
     }
 
-    /// Threads and locks do not survive `fork`.
     fn check_process(&self) -> Result<(), Error> {
-        let here = process::id();
-        if self.made_in == here {
-            return Ok(());
-        }
-        Err(Error::new(
-            Kind::Forked,
-            format!(
-                "this loader was made in process {} and cannot be used in its fork {here}, which has none of its \
-                 threads; make the loader in the child or start the child with spawn",
-                self.made_in
-            ),
-        ))
+        check_process("loader", self.made_in)
     }
 }
 
@@ -333,10 +336,28 @@ fn closed() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffer::Shape;
+    use crate::header::Width;
+
+    #[test]
+    fn waits_do_not_grow_for_ever() {
+        let mut stats = Stats::default();
+        let shape =
+            Shape { rows: 1, lane_len: 1, width: Width::Two, max_docs: None, loss_mask: false };
+        let batch = Batch::new(&Pool::new(1), shape).unwrap();
+        for wait in 0..2 * Stats::WAITS as u64 + 10 {
+            stats.record(&batch, Duration::from_secs(wait));
+        }
+        assert_eq!(stats.waits.len(), Stats::WAITS);
+        assert_eq!(stats.batches, 2 * Stats::WAITS as u64 + 10);
+        assert_eq!(stats.wait_percentile(100).as_secs(), stats.batches - 1);
+        assert_eq!(stats.wait_percentile(1).as_secs(), stats.batches - 4096 + 40);
+        assert!((stats.longest_wait - 8201.0).abs() < 0.1 && stats.waited > 33e6);
+    }
 
     #[test]
     fn a_percentile_is_a_wait_that_so_many_do_not_exceed() {
-        let of = |waits: &[f32]| {
+        let of = |waits: &[f64]| {
             let stats = Stats { waits: waits.to_vec(), ..Stats::default() };
             [50, 99, 100].map(|percent| stats.wait_percentile(percent).as_secs())
         };

@@ -1,9 +1,8 @@
-//! Read the tokens of one shard; a truncated file gives an error, not SIGBUS.
+//! Read the tokens of one shard; a file that changes meanwhile gives an error, never a signal.
 //!
-//! Touching a mapped page beyond the end of its file raises SIGBUS, so every range is populated by
-//! `madvise(MADV_POPULATE_READ)` before it is touched; where the kernel has no such advice the shard is read by
-//! `pread` instead. A file that was cut inside its last page, or written in place, gives no signal at all:
-//! [`Reader::unchanged`] finds those by size and modification time and belongs after every copy.
+//! A shard is mapped, or read by `pread` where that is asked for or a fault in the mapping could not
+//! be answered. Tokens of a file that was changed may be any: [`Reader::unchanged`] tells, by the
+//! mapping's flag, size and modification time, and comes after every copy, before it is used.
 
 use std::fs::{File, Metadata};
 use std::ops::Range;
@@ -11,22 +10,28 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytemuck::Pod;
-use memmap2::Mmap;
-use rustix::io::Errno;
 
-use crate::buffer::{LINE, Line, view, view_mut};
+use crate::buffer::{LINE, Line, view, view_mut, zeroed_lines};
 use crate::catalog::{Catalog, Shard, open_regular};
 use crate::config::Backend;
 use crate::error::{Error, Kind};
 use crate::header::{self, Width};
+use crate::mapping::{self, Mapping};
 use crate::scan::Tokens;
 
-/// Tokens populated at a time while scanning (64 KiB of uint16): small, so that few unneeded pages are read.
+/// Tokens between looks at whether to go on, and that `pread` reads at a time (64 KiB of uint16).
 const CHUNK: usize = 1 << 15;
 
 enum Source {
-    Map(Mmap),
-    Pread(Vec<Line>),
+    Map(Mapping),
+    Pread(Window),
+}
+
+/// Tokens that were read.
+#[derive(Default)]
+struct Window {
+    tokens: Range<usize>,
+    memory: Vec<Line>,
 }
 
 /// An open shard.
@@ -35,7 +40,10 @@ pub struct Reader {
     file: File,
     stamp: Stamp,
     source: Source,
-    ready: Range<usize>,
+    /// Whether tokens were read since the file was last found unchanged.
+    used: bool,
+    /// Tokens of this batch that are in `bytes_read`, each once.
+    counted: Range<usize>,
     bytes_read: u64,
 }
 
@@ -52,52 +60,42 @@ impl Stamp {
 }
 
 impl Reader {
-    /// Open a shard that a [`Catalog`] has validated. Errors: it cannot be opened, or its size is no longer what the
-    /// catalogue saw.
-    pub fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
+    /// Open a shard that a [`Catalog`] has validated. Errors: it cannot be opened, or its size is no
+    /// longer what the catalogue saw.
+    fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::io(&shard.path, 0, &error);
         let file = open_regular(&shard.path).map_err(failed)?;
         let stamp = Stamp::of(&file.metadata().map_err(failed)?);
         let was = shard.width.offset(shard.tokens);
         if stamp.size != was {
-            return Err(changed(shard, 0, &resized(was, stamp.size)));
+            return Err(changed(shard, &resized(was, stamp.size)));
         }
-        // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
-        // ranges are populated before they are touched and `unchanged` is called before a copy is used.
-        #[expect(
-            unsafe_code,
-            reason = "mapping a file that others may change has no safe interface"
-        )]
-        let map = if backend == Backend::Map { unsafe { Mmap::map(&file) }.ok() } else { None };
-        let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
-        Ok(Self { shard: shard.clone(), file, stamp, source, ready: 0..0, bytes_read: 0 })
-    }
-
-    /// Forget which tokens were found readable; call it at the start of every batch.
-    pub fn rewind(&mut self) {
-        self.ready = 0..0;
+        let map = if backend == Backend::Map { Mapping::new(&file) } else { None };
+        let source = map.map_or_else(|| Source::Pread(Window::default()), Source::Map);
+        let shard = shard.clone();
+        Ok(Self { shard, file, stamp, source, used: false, counted: 0..0, bytes_read: 0 })
     }
 
     /// Borrow the tokens of `range`. Errors: the file was truncated or cannot be read.
     pub fn tokens(&mut self, range: Range<usize>) -> Result<Tokens<'_>, Error> {
-        let ahead = match self.source {
-            Source::Map(_) => range.end,
-            // The next piece is mostly near.
-            Source::Pread(_) => range.end.max(self.chunk_from(range.start)),
-        };
-        self.make_ready(&range, ahead)?;
+        self.used = true;
+        self.count(&range);
+        if let Source::Pread(window) = &self.source {
+            if range.start < window.tokens.start || range.end > window.tokens.end {
+                self.read(range.start..range.end.max(self.chunk_from(range.start)))?;
+            }
+        }
         let width = self.shard.width;
         Ok(match &self.source {
             Source::Map(map) => match width {
                 Width::Two => Tokens::U16(&body(map)[range]),
                 Width::Four => Tokens::U32(&body(map)[range]),
             },
-            Source::Pread(window) => {
-                let Range { start, end } = self.ready;
+            Source::Pread(Window { tokens: Range { start, end }, memory }) => {
                 let (held, range) = (end - start, range.start - start..range.end - start);
                 match width {
-                    Width::Two => Tokens::U16(&view(window, held)[range]),
-                    Width::Four => Tokens::U32(&view(window, held)[range]),
+                    Width::Two => Tokens::U16(&view(memory, held)[range]),
+                    Width::Four => Tokens::U32(&view(memory, held)[range]),
                 }
             }
         })
@@ -115,11 +113,7 @@ impl Reader {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::stopped());
             }
-            // Scan the populated range first: a document costs no system call of its own.
-            if !self.ready.contains(&from) {
-                self.make_ready(&(from..from + 1), self.chunk_from(from))?;
-            }
-            let to = range.end.min(self.ready.end);
+            let to = range.end.min(self.chunk_from(from));
             if let Some(at) = self.tokens(from..to)?.find(token) {
                 return Ok(Some(from + at));
             }
@@ -128,91 +122,63 @@ impl Reader {
         Ok(None)
     }
 
-    /// Check that the file still is the one that was opened: same size, not written to; else [`Kind::Changed`].
-    pub fn unchanged(&self) -> Result<(), Error> {
-        let offset = self.shard.width.offset(self.ready.start);
-        let metadata =
-            self.file.metadata().map_err(|error| Error::io(&self.shard.path, offset, &error))?;
-        let now = Stamp::of(&metadata);
-        if now == self.stamp {
+    /// Check that tokens read since the last check were those of the file that was opened: it has the
+    /// same size and was not written to; else [`Kind::Changed`].
+    pub fn unchanged(&mut self) -> Result<(), Error> {
+        if !std::mem::take(&mut self.used) {
             return Ok(());
         }
-        let what =
-            if now.size == self.stamp.size { WRITTEN } else { &resized(self.stamp.size, now.size) };
-        Err(changed(&self.shard, offset, what))
+        let metadata =
+            self.file.metadata().map_err(|error| Error::io(&self.shard.path, 0, &error))?;
+        let now = Stamp::of(&metadata);
+        let torn = matches!(&self.source, Source::Map(map) if map.is_torn());
+        if now == self.stamp && !torn {
+            return Ok(());
+        }
+        let resized = resized(self.stamp.size, now.size);
+        Err(changed(&self.shard, if now.size == self.stamp.size { WRITTEN } else { &resized }))
     }
 
     fn chunk_from(&self, token: usize) -> usize {
         (token + CHUNK).min(self.shard.tokens)
     }
 
-    /// Make `range` readable, and if that takes a system call, everything up to `ahead`.
-    fn make_ready(&mut self, range: &Range<usize>, ahead: usize) -> Result<(), Error> {
-        if range.start >= self.ready.start && range.end <= self.ready.end {
-            return Ok(());
+    fn count(&mut self, range: &Range<usize>) {
+        if !(self.counted.start..=self.counted.end).contains(&range.start) {
+            self.counted = range.start..range.start;
         }
-        if let Source::Map(map) = &self.source {
-            if !(self.ready.start..=self.ready.end).contains(&range.start) {
-                self.ready = range.start..range.start;
-            }
-            let (from, to) =
-                (self.shard.width.offset(self.ready.end), self.shard.width.offset(ahead));
-            match populate(map, index(from), index(to - from)) {
-                Ok(()) => {
-                    self.ready.end = ahead;
-                    self.bytes_read += to - from;
-                    return Ok(());
-                }
-                Err(error) if error.raw_os_error() == Some(Errno::FAULT.raw_os_error()) => {
-                    self.unchanged()?;
-                    return Err(changed(&self.shard, from, WRITTEN));
-                }
-                Err(_) => self.source = Source::Pread(Vec::new()),
-            }
-        }
-        self.read(range.start..ahead)
+        let more = range.end.saturating_sub(self.counted.end);
+        self.counted.end += more;
+        self.bytes_read += (self.shard.width.bytes() * more) as u64;
     }
 
     fn read(&mut self, range: Range<usize>) -> Result<(), Error> {
         let offset = self.shard.width.offset(range.start);
         let len = self.shard.width.bytes() * range.len();
-        let mut lines = match &mut self.source {
-            Source::Pread(window) => std::mem::take(window),
-            Source::Map(_) => Vec::new(),
-        };
-        self.ready = 0..0;
-        lines.resize(len.div_ceil(LINE), Line::ZERO);
-        if let Err(error) = self.file.read_exact_at(view_mut(&mut lines, len), offset) {
+        let mut window = Window { tokens: range, memory: Vec::new() };
+        if let Source::Pread(before) = &mut self.source {
+            before.tokens = 0..0;
+            window.memory = std::mem::take(&mut before.memory);
+        }
+        if window.memory.len() < len.div_ceil(LINE) {
+            window.memory = zeroed_lines(len.div_ceil(LINE))?;
+        }
+        if let Err(error) = self.file.read_exact_at(view_mut(&mut window.memory, len), offset) {
             self.unchanged()?;
             return Err(Error::io(&self.shard.path, offset, &error));
         }
-        self.bytes_read += len as u64;
-        self.source = Source::Pread(lines);
-        self.ready = range;
+        self.source = Source::Pread(window);
         Ok(())
     }
-}
-
-#[cfg(target_os = "linux")]
-fn populate(map: &Mmap, from: usize, len: usize) -> std::io::Result<()> {
-    map.advise_range(memmap2::Advice::PopulateRead, from, len)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn populate(_: &Mmap, _: usize, _: usize) -> std::io::Result<()> {
-    Err(std::io::ErrorKind::Unsupported.into())
 }
 
 /// The tokens of a mapped shard.
 ///
 /// # Panics
-/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked its size.
-fn body<T: Pod>(map: &Mmap) -> &[T] {
-    bytemuck::cast_slice(&map[header::BYTES..])
-}
-
-fn index(byte: u64) -> usize {
-    usize::try_from(byte).unwrap_or(usize::MAX)
+/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked its
+/// size.
+fn body<T: Pod>(map: &Mapping) -> &[T] {
+    bytemuck::cast_slice(&map.bytes()[header::BYTES..])
 }
 
 const WRITTEN: &str = "was written to, or its disk failed, while it was read";
@@ -221,12 +187,13 @@ fn resized(was: u64, now: u64) -> String {
     format!("had {was} bytes when it was opened and has {now} now, noticed while reading")
 }
 
-fn changed(shard: &Shard, offset: u64, what: &str) -> Error {
+fn changed(shard: &Shard, what: &str) -> Error {
+    let path = shard.path.display();
     Error::new(
         Kind::Changed,
         format!(
-            "shard {} {what} at byte {offset}; restore it, and replace shards by renaming a finished file over them",
-            shard.path.display()
+            "shard {path} {what}; restore it, and replace shards by renaming a finished file over \
+             them"
         ),
     )
 }
@@ -247,14 +214,28 @@ impl Readers {
         Self { backend, open: Vec::new(), switches: 0, bytes_closed: 0 }
     }
 
-    /// The reader of a shard, opened if need be; the one that was used least recently makes room for it.
+    /// Before every batch: where faults are no longer answered, shards are read from here on.
+    pub fn begin(&mut self) {
+        let answered = self.backend == Backend::Pread || mapping::armed();
+        for (_, reader) in &mut self.open {
+            reader.counted.start = reader.counted.end;
+            if !answered && matches!(reader.source, Source::Map(_)) {
+                reader.source = Source::Pread(Window::default());
+            }
+        }
+    }
+
+    /// The reader of a shard, opened if need be; the one that was used least recently makes room for
+    /// it.
     pub fn get(&mut self, catalog: &Catalog, shard: usize) -> Result<&mut Reader, Error> {
         if let Some(at) = self.open.iter().position(|(index, _)| *index == shard) {
             let recent = self.open.remove(at);
             self.open.push(recent);
         } else {
             if self.open.len() == Self::MOST {
-                self.bytes_closed += self.open.remove(0).1.bytes_read;
+                let (_, mut oldest) = self.open.remove(0);
+                oldest.unchanged()?;
+                self.bytes_closed += oldest.bytes_read;
             }
             self.switches += u64::from(!self.open.is_empty());
             self.open.push((shard, Reader::open(&catalog.shards()[shard], self.backend)?));
@@ -263,9 +244,10 @@ impl Readers {
         Ok(&mut self.open[last].1)
     }
 
-    /// Call [`Reader::rewind`] on every open shard.
-    pub fn rewind(&mut self) {
-        self.open.iter_mut().for_each(|(_, reader)| reader.rewind());
+    /// After every batch, before it is used, and before an error that tokens gave rise to is told:
+    /// [`Reader::unchanged`] of each.
+    pub fn unchanged(&mut self) -> Result<(), Error> {
+        self.open.iter_mut().try_for_each(|(_, reader)| reader.unchanged())
     }
 
     /// How many times a shard was opened after the first.

@@ -1,0 +1,219 @@
+//! A mapped file that may be truncated while it is read: its reader gets zeros and a flag, no signal.
+//!
+//! Touching a page of a mapping that its file no longer has raises SIGBUS in the thread that touches
+//! it. Asking the kernel before every touch leaves a gap, which a truncation fits into. So mappings
+//! are written down in a table, and a handler answers a fault inside one of them: it puts zeros where
+//! the mapping was, sets its flag and returns. Whoever copied from a mapping looks at the flag before
+//! the copy is used.
+//!
+//! Every other SIGBUS belongs to the handler that was there before. Calling it would mean to imitate
+//! its flags, mask and stack, so it is put back instead, and the fault happens again; a signal that
+//! was sent is sent again. Nothing is put on top of a handler that came later, such as that of
+//! Python's faulthandler, which may call this one in turn: [`armed`] says no, and shards are read by
+//! `pread` from then on.
+//!
+//! The handler loads and stores atomics and makes system calls, all of which a signal may interrupt.
+//! It looks at the mappings of its own thread only, which cannot change meanwhile: a [`Mapping`] is
+//! neither sent nor shared, so whoever unmaps one is not in the middle of reading it. After a fork
+//! the child has the table and the handler, and no lock that another thread could hold.
+
+use std::ffi::{c_int, c_void};
+use std::fs::File;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering::SeqCst};
+
+use libc::{sigaction, siginfo_t};
+use memmap2::Mmap;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+/// A thread maps two shards at a time; where all slots are taken, `pread` reads.
+static SLOTS: [Slot; 128] = [const { Slot::free() }; 128];
+
+/// The action that the handler replaced; null before there was one. What it points to stays.
+static REPLACED: AtomicPtr<sigaction> = AtomicPtr::new(ptr::null_mut());
+
+/// A line of the table.
+struct Slot {
+    /// The thread that reads the mapping; 0 for a free slot.
+    thread: AtomicI32,
+    start: AtomicUsize,
+    len: AtomicUsize,
+    torn: AtomicBool,
+}
+
+impl Slot {
+    const fn free() -> Self {
+        let [start, len] = [const { AtomicUsize::new(0) }; 2];
+        Self { thread: AtomicI32::new(0), start, len, torn: AtomicBool::new(false) }
+    }
+}
+
+/// The bytes of a file, for the thread that mapped it alone.
+pub struct Mapping {
+    map: Mmap,
+    slot: &'static Slot,
+    one_thread: PhantomData<*const ()>,
+}
+
+impl Mapping {
+    /// Map a file; `None` where that fails or faults cannot be answered, as too many are mapped.
+    pub fn new(file: &File) -> Option<Self> {
+        if !armed() {
+            return None;
+        }
+        // SAFETY: another process may change or truncate the file. Its bytes have no invariant, what
+        // is copied is used only if the file is found unchanged, and the handler answers faults.
+        #[expect(unsafe_code, reason = "mapping a file that may change has no safe interface")]
+        let map = unsafe { Mmap::map(file) }.ok()?;
+        let thread = this_thread();
+        let free = |slot: &&Slot| slot.thread.compare_exchange(0, thread, SeqCst, SeqCst).is_ok();
+        let slot = SLOTS.iter().find(free)?;
+        slot.start.store(map.as_ptr().addr(), SeqCst);
+        slot.len.store(map.len(), SeqCst);
+        slot.torn.store(false, SeqCst);
+        Some(Self { map, slot, one_thread: PhantomData })
+    }
+
+    /// The bytes. They mean nothing once [`Mapping::is_torn`].
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    /// Whether a part was read that the file no longer had, or that could not be read.
+    pub fn is_torn(&self) -> bool {
+        self.slot.torn.load(SeqCst)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        self.slot.len.store(0, SeqCst);
+        self.slot.thread.store(0, SeqCst);
+    }
+}
+
+/// Whether faults of this thread are answered: the handler is installed, now or before, and the signal
+/// not blocked, as it is where a thread was started with all signals blocked.
+pub fn armed() -> bool {
+    // SAFETY: the structures are zeroed, as C would have them, or filled in by the system; the pointer
+    // was published with what it points to, which is never freed. The handler has the signature that
+    // SA_SIGINFO asks for.
+    #[expect(unsafe_code, reason = "signal actions and masks have no safe interface")]
+    unsafe {
+        let mut bus: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&raw mut bus, libc::SIGBUS);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const bus, ptr::null_mut());
+        let mut now: sigaction = std::mem::zeroed();
+        if sigaction(libc::SIGBUS, ptr::null(), &raw mut now) != 0 {
+            return false;
+        }
+        let ours = on_bus_error as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as usize;
+        if now.sa_sigaction == ours {
+            return true;
+        }
+        let mut replaced = REPLACED.load(SeqCst);
+        if replaced.is_null() {
+            let new = Box::into_raw(Box::new(now));
+            match REPLACED.compare_exchange(replaced, new, SeqCst, SeqCst) {
+                Ok(_) => replaced = new,
+                Err(other) => {
+                    drop(Box::from_raw(new));
+                    replaced = other;
+                }
+            }
+        }
+        if (*replaced).sa_sigaction != now.sa_sigaction {
+            return false;
+        }
+        let mut action: sigaction = std::mem::zeroed();
+        action.sa_sigaction = ours;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) == 0
+    }
+}
+
+/// Answer a fault inside a mapping of this thread; leave any other to the action before.
+extern "C" fn on_bus_error(signal: c_int, info: *mut siginfo_t, _: *mut c_void) {
+    // SAFETY: the system passes a valid `info`. The zeros replace pages of a mapping that this thread
+    // owns, and is reading, so it stays mapped. The action was stored before this handler was
+    // installed. Nothing here allocates, locks or sets errno but for a failure that ends the process.
+    #[expect(unsafe_code, reason = "a signal handler has no safe interface")]
+    unsafe {
+        let caused_here = (*info).si_code > 0 && (*info).si_code != libc::BUS_MCEERR_AO;
+        if caused_here {
+            let (address, thread) = ((*info).si_addr().addr(), this_thread());
+            for slot in SLOTS.iter().filter(|slot| slot.thread.load(SeqCst) == thread) {
+                let (start, len) = (slot.start.load(SeqCst), slot.len.load(SeqCst));
+                if (start..start + len).contains(&address) {
+                    slot.torn.store(true, SeqCst);
+                    let place = ptr::without_provenance_mut(start);
+                    let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+                    if mmap_anonymous(place, len, ProtFlags::READ, flags).is_ok() {
+                        return;
+                    }
+                }
+            }
+        }
+        sigaction(signal, REPLACED.load(SeqCst), ptr::null_mut());
+        if !caused_here {
+            libc::raise(signal);
+        }
+    }
+}
+
+fn this_thread() -> i32 {
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A file of three pages of ones.
+    fn ones() -> File {
+        let mut file = tempfile();
+        file.write_all(&[1; 3 * 4096]).unwrap();
+        file
+    }
+
+    fn tempfile() -> File {
+        let path = std::env::temp_dir().join(format!("jspeed-{}", this_thread()));
+        let file = File::options().read(true).write(true).create(true).truncate(true).open(&path);
+        std::fs::remove_file(path).unwrap();
+        file.unwrap()
+    }
+
+    #[test]
+    fn a_page_that_the_file_no_longer_has_is_zeros_and_a_flag() {
+        let files = [ones(), ones()];
+        let [cut, whole] = files.each_ref().map(|file| Mapping::new(file).unwrap());
+        files[0].set_len(4096).unwrap();
+        assert_eq!((cut.bytes()[0], cut.is_torn()), (1, false));
+        assert_eq!(cut.bytes()[4096], 0);
+        assert!(cut.is_torn() && !whole.is_torn());
+        assert_eq!(whole.bytes()[2 * 4096], 1);
+        drop(cut);
+        assert!(!Mapping::new(&files[0]).unwrap().is_torn());
+    }
+
+    #[test]
+    fn threads_are_answered_apart() {
+        let readers = (0..8).map(|reader| {
+            std::thread::spawn(move || {
+                for _ in 0..200 {
+                    let file = ones();
+                    let map = Mapping::new(&file).unwrap();
+                    file.set_len(0).unwrap();
+                    let sum: u32 =
+                        map.bytes().iter().step_by(512).map(|&byte| u32::from(byte)).sum();
+                    assert_eq!((sum, map.is_torn()), (0, true), "{reader}");
+                }
+            })
+        });
+        readers.collect::<Vec<_>>().into_iter().for_each(|reader| reader.join().unwrap());
+        assert!(SLOTS.iter().filter(|slot| slot.thread.load(SeqCst) == this_thread()).count() == 0);
+    }
+}
