@@ -16,6 +16,7 @@ FLOORS: list[dict[str, set[str]]] = [
         for name in (
             "_dataloader",
             "accelerators",
+            "base",
             "blocks",
             "cores",
             "errors",
@@ -33,13 +34,12 @@ FLOORS: list[dict[str, set[str]]] = [
             "standard_streams",
         )
     },
-    {"cluster": set(), "sizes": {"recipe"}},
-    {"data": {"_dataloader"}, "parallel": {"cluster", "model", "recipe"}, "record": set()},
+    {"sizes": {"recipe"}},
+    {"data": {"_dataloader"}, "parallel": {"model", "recipe"}, "record": set()},
     {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"model", "parallel", "recipe"}},
     {
         "recipes": {"model", "optim", "recipe"},
         "run": {
-            "cluster",
             "corpus",
             "data",
             "model",
@@ -51,10 +51,11 @@ FLOORS: list[dict[str, set[str]]] = [
         },
     },
     {
+        "cluster": {"run"},
         "inference": {"corpus", "data", "model", "parallel", "recipe", "run"},
         "plan": {"parallel", "recipe", "run", "sizes"},
-        "series": {"cluster", "leaderboard", "record", "run"},
     },
+    {"series": {"cluster", "leaderboard", "record", "run"}},
     {
         "commands": (
             {
@@ -75,6 +76,7 @@ FLOORS: list[dict[str, set[str]]] = [
 ]
 UNDER_ALL = {
     "accelerators",
+    "base",
     "blocks",
     "cores",
     "errors",

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 # Of JAX's CUDA wheels, the better first: the least driver, by JAX's installation guide.
@@ -170,6 +171,23 @@ def problem(
     return (
         f"{unused}: CUDA did not start; JSPEED_DEBUG=1 shows JAX's own message, nvidia-smi the GPUs"
     )
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a
+    process see.
+
+    CUDA ignores the list from its first invalid entry on: -1 is "none", and so is the NoDevFiles
+    that Slurm sets.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = map(str.strip, visible.split(","))
+        return sum(
+            1
+            for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names)
+        )
+    return find().gpus
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.table import Table
 from benches.steps import ALL_STAGES, Row, Settings, measure_recipe, peak_flops
 from benches.versus import race
 from jspeed import accelerators
-from jspeed.cluster.rank import visible_gpus
+from jspeed.accelerators import visible_gpus
 from jspeed.commands.flags import check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput

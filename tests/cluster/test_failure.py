@@ -9,8 +9,9 @@ from contextlib import suppress
 import jax
 import pytest
 
+from jspeed.base.processes import with_timeout
 from jspeed.cluster import distributed, failure, graceful_stop
-from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
+from jspeed.cluster.timeout import heartbeat_limit, wait_limit
 from jspeed.errors import FAULT, BadInput, Terminated
 
 from ..multi_process import said
@@ -64,7 +65,7 @@ def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
         said(lambda: distributed.barrier("here")) == "process 1 waited 0.1 s for the others (here)"
     )
     assert (
-        said(lambda: distributed.broadcast("there", ""))
+        said(lambda: distributed.gather("there", ""))
         == "process 1 waited 0.1 s for the others (there)"
     )
     assert distributed.JAX_LIMIT > distributed.LIMIT

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jspeed.cluster.rank import Rank, find_rank, local_devices, visible_gpus
+from jspeed.accelerators import visible_gpus
+from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.errors import BadInput
 
 TORCHRUN = {

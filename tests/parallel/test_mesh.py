@@ -20,7 +20,7 @@ def test_several_processes_need_data_as_the_first_axis(text, better, monkeypatch
     """Each process loads neighbouring rows; with another axis outermost its devices need rows from
     elsewhere."""
     assert make_mesh(parse_mesh(text)).size == 8  # one process has all rows
-    monkeypatch.setattr(meshes, "process_count", lambda: 2)
+    monkeypatch.setattr(meshes.processes, "count", lambda: 2)
     with pytest.raises(
         BadInput, match=f"--mesh {text}: .* the first axis must be 'data'; give --mesh {better}"
     ):

@@ -16,6 +16,7 @@ from jspeed.files import Lines
 from jspeed.record.run_json import read_run, write_run
 from jspeed.run.evidence import provenance
 from jspeed.run.finish import draw, parent_curve
+from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 from jspeed.run.output import sinks
 from jspeed.run.train import train
@@ -164,7 +165,7 @@ def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_f
     options, told = three_steps(tmp_path), []
     run_dir = options.run_dir
     asked = full_for("model.safetensors", "loss.svg")
-    sentence = said(lambda: train(options, told.append))
+    sentence = said(lambda: train(options, Hooks(afterwards=lambda _, folder: told.append(folder))))
     assert asked[-3:] == ["run.json", "model.safetensors", "loss.svg"]
     for name in asked[-2:]:
         assert f"{run_dir / name} cannot be written (No space left on device)" in sentence
@@ -201,7 +202,9 @@ def test_without_room_for_the_record_the_result_is_said_and_the_model_kept(
     options, told = three_steps(tmp_path), []
     run_dir = options.run_dir
     full_for("run.json")
-    assert f"{run_dir / 'run.json'} cannot be written" in said(lambda: train(options, told.append))
+    assert f"{run_dir / 'run.json'} cannot be written" in said(
+        lambda: train(options, Hooks(afterwards=lambda _, folder: told.append(folder)))
+    )
     assert (run_dir / "model.safetensors").exists() and (run_dir / "loss.svg").exists()
     assert " nats/token <= 9.0 in" in capsys.readouterr().out
     assert json.loads((run_dir / "config.json").read_text())["recipe"] == "stdlib" and not told

@@ -1,5 +1,4 @@
-"""Join several processes by ``jax.distributed``; broadcast and gather values, and check what must
-be equal on all.
+"""Join several processes by ``jax.distributed``, and gather values.
 
 :mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles
 errors. In a single process every function here does nothing.
@@ -9,16 +8,16 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 
 from jspeed import jax_versions
+from jspeed.base.processes import with_timeout
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import proxy, rendezvous, reserved_port
-from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
+from jspeed.cluster.timeout import heartbeat_limit, wait_limit
 from jspeed.errors import BadInput, first_line, say
 
 # seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed
@@ -130,11 +129,6 @@ def client() -> Store | None:
     return jax_versions.key_value_store() if _joined else None
 
 
-def broadcast(name: str, value: Any) -> Any:
-    """Return process 0's ``value``, any JSON, on every process: of a :func:`gather`, the first."""
-    return gather(name, value)[0]
-
-
 def gather(name: str, value: Any) -> list[Any]:
     """Return the ``value``, any JSON, of every process, by index; all call this as often with a
     ``name``.
@@ -169,19 +163,3 @@ def barrier(name: str) -> None:
             raise BadInput(
                 f"process {process_index()} waited {LIMIT:g} s for the others ({name})"
             ) from None
-
-
-def require_equal(facts: Mapping[str, Any]) -> None:
-    """Check that ``facts`` are equal on all processes, and wait for all; BadInput names the first
-    that differs."""
-    if client() is None:
-        return
-    mine = json.loads(json.dumps(facts, default=str))
-    first = broadcast("facts", mine)
-    for name, value in mine.items():
-        if first.get(name) != value:
-            raise BadInput(
-                f"{name} is {value} here but {first.get(name)} on process 0; start all processes"
-                " with the same command, code and data"
-            )
-    barrier("facts-agree")

@@ -2,13 +2,14 @@
 
 import threading
 
+from jspeed.base.processes import Stop
 from jspeed.cluster.distributed import client, process_count, process_index
 from jspeed.cluster.failure import on_message, publish, sleep_unless_over
 
 _REQUEST, _STEPS = "stop", "jspeed/steps/"
 
 
-class GracefulStop:
+class GracefulStop(Stop):
     """Lets any process request a stop at any time; all processes end the loop after the same step.
 
     Every process calls :meth:`reached` once a step. Processes that share collectives are at most a
@@ -17,21 +18,15 @@ class GracefulStop:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._step = -1
         self._stop: tuple[int, str] | None = None
-        self._why: str | None = None
         self._sent = False
         on_message(_REQUEST, self._agree)
 
-    def request(self, why: str) -> None:
-        """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first
-        request counts."""
-        self._why = self._why or why
-
     def reached(self, step: int) -> str | None:
-        """Report that ``step`` is about to begin; return why to stop instead, on all processes at
-        the same step."""
+        """:meth:`Stop.reached`."""
         if process_count() == 1:
             return self._why
         if self._why and not self._sent:

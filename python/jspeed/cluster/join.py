@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from jspeed.base.processes import Stop, use
 from jspeed.cluster import distributed, failure
+from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.cluster.launch import write_result
 from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, exit_codes
@@ -78,6 +80,24 @@ def join() -> Iterator[Processes]:
             raise BadInput(f"standard output could not be written ({lost.strerror}); free space")
 
 
+class Joined:
+    """The processes of a run (:class:`jspeed.base.processes.Group`)."""
+
+    def __init__(self) -> None:
+        self.index, self.count = distributed.process_index(), distributed.process_count()
+
+    gather = staticmethod(distributed.gather)
+    on_failure = staticmethod(failure.on_failure)
+
+    def result(self, record: Mapping[str, Any]) -> None:
+        """Leave ``record`` for ``jspeed launch --results``."""
+        write_result(json.dumps(record))
+
+    def stop(self) -> Stop:
+        """Return what stops all after the same step."""
+        return GracefulStop()
+
+
 @contextmanager
 def joined(
     coordinator: str | None = None, processes: int | None = None, process_id: int | None = None
@@ -95,6 +115,7 @@ def joined(
         together = Processes(distributed.process_index(), distributed.process_count())
         if together.count > 1:
             stdout_of_process_0_only(together.index == 0)
+        use(Joined())
         failure.watch()
         try:
             yield together

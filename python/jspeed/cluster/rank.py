@@ -17,7 +17,7 @@ from ipaddress import IPv6Address
 from itertools import takewhile
 from typing import NamedTuple
 
-from jspeed import accelerators
+from jspeed.accelerators import visible_gpus
 from jspeed.errors import BadInput
 
 HOST = "a host's name or address, such as node0, 10.0.0.1 or fd00::1"
@@ -291,23 +291,6 @@ def _require_index(index: int, count: int, index_name: str, count_name: str) -> 
             f"{index_name} is {index} and {count_name} is {count}; expected 0 <= {index_name} <"
             f" {count_name}"
         )
-
-
-def visible_gpus(environment: Mapping[str, str]) -> int:
-    """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a
-    process see.
-
-    CUDA ignores the list from its first invalid entry on: -1 is "none", and so is the NoDevFiles
-    that Slurm sets.
-    """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = map(str.strip, visible.split(","))
-        return sum(
-            1
-            for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names)
-        )
-    return accelerators.find().gpus
 
 
 def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | None:

@@ -1,10 +1,6 @@
-"""Calls with a time limit, and the limits that environment variables set."""
+"""The time limits that environment variables set."""
 
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 from jspeed.errors import BadInput
 
@@ -12,8 +8,6 @@ WAIT_SECONDS = "JSPEED_WAIT_SECONDS"
 HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"
 # several times failure.TICK, or processes that are well would be declared dead
 LEAST_HEARTBEAT = 2.0
-
-Result = TypeVar("Result")
 
 
 def wait_limit() -> float:
@@ -40,22 +34,3 @@ def _seconds(name: str, default: float, least: float) -> float:
             f" {least:g} on"
         )
     return seconds
-
-
-def with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
-    """Return what ``function`` returns or raise what it raises; :class:`TimeoutError` after
-    ``seconds``.
-
-    It runs in a thread, so that Ctrl-C and SIGTERM are handled even while it waits inside a
-    library; after a timeout that thread is left running.
-    """
-    ended: Future[Result] = Future()
-
-    def call() -> None:
-        try:
-            ended.set_result(function())
-        except BaseException as error:
-            ended.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return ended.result(seconds)

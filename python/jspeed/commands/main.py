@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed import __version__
-from jspeed.accelerators import cuda_root
-from jspeed.cluster.rank import visible_gpus
+from jspeed.accelerators import cuda_root, visible_gpus
 from jspeed.errors import BadInput, first_line, run_script, say
 from jspeed.files import read_regular
 from jspeed.standard_streams import end_at_ctrl_c

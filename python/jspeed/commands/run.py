@@ -4,7 +4,7 @@ record."""
 import os
 import shutil
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -87,6 +87,7 @@ def run(
     with without_logs():
         from rich.console import Console
 
+        from jspeed.commands.satellites import hooks
         from jspeed.run.find_recipe import find
         from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.setup import load_recipe_and_placement
@@ -115,7 +116,7 @@ def run(
         return (
             run_series(options, plan)
             if plan is not None
-            else train(options, partial(after_run, options))
+            else train(options, replace(hooks(), afterwards=after_run))
         )
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jspeed.cluster.distributed import process_count
+from jspeed.base import processes
 from jspeed.errors import BadInput, first_line, nearest
 from jspeed.jax_versions import xla_flags_fault
 
@@ -57,7 +57,7 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
     No effect on GPUs, or where XLA_FLAGS or JAX_NUM_CPU_DEVICES already set the number. Raises
     :class:`BadInput` for more devices than one process can have.
     """
-    count = math.prod(axes.values()) // process_count()
+    count = math.prod(axes.values()) // processes.count()
     if count > MOST_CPU_DEVICES:
         asked = ",".join(f"{name}={size}" for name, size in axes.items())
         raise BadInput(
@@ -120,14 +120,14 @@ def make_mesh(
             f"--mesh {asked} needs {math.prod(sizes.values())} devices but {have}; give sizes whose"
             f" product is {available}"
         )
-    if process_count() > 1 and next(iter(sizes)) != "data":
+    if processes.count() > 1 and next(iter(sizes)) != "data":
         data_first = ",".join(f"{name}={sizes[name]}" for name in sorted(sizes))
         raise BadInput(
             f"--mesh {asked}: with several processes the first axis must be 'data'; give --mesh"
             f" {data_first}"
         )
-    model, own = sizes.get("model", 1), available // process_count()
-    if process_count() > 1 and own % model:
+    model, own = sizes.get("model", 1), available // processes.count()
+    if processes.count() > 1 and own % model:
         raise BadInput(
             f"--mesh model={model} spreads matrices over several processes, which hold {own}"
             f" devices each; give a size that divides {own}"

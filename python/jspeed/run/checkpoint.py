@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
-from jspeed.cluster import distributed
-from jspeed.cluster.failure import on_failure
-from jspeed.cluster.timeout import with_timeout
+from jspeed.base import processes
+from jspeed.base.processes import on_failure, with_timeout
 from jspeed.errors import BadInput, first_line
 from jspeed.fields import as_json
 from jspeed.files import read_json, sha256_of, write_whole
@@ -184,7 +183,7 @@ def _reason(error: Exception) -> str:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what failed or killed saves have left in ``folder``. For process 0."""
-    if distributed.process_index() == 0:
+    if processes.index() == 0:
         for path in folder.glob(f"*{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
 

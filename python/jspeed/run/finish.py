@@ -1,7 +1,6 @@
 """Finish a run: final evaluation, validity probes, evidence, run.json, exported model, loss plot,
 summary."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,8 +11,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from jspeed.cluster.distributed import process_index
-from jspeed.cluster.launch import write_result
+from jspeed.base import processes
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, unit_of
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, writable_folder
@@ -54,7 +52,7 @@ def finish(setup: Setup, history: History, state: State | None, console: Console
             tensors = export.to_write(setup.recipe, state["params"])
     val_loss, reached = outcome(setup, history, verdicts)
     write_launcher_result(setup, history, val_loss, reached)
-    if process_index():
+    if processes.index():
         return exit_code(setup, history, reached)
     run = record(setup, history, verdicts, holdout, console)
     failed = list(history.failed)
@@ -213,11 +211,10 @@ def write_launcher_result(
         "steps": history.steps,
         "val_loss": val_loss,
     }
+    result |= {"train_loss": history.train[-1][1] if history.train else None}
     # the launcher's folder is gone or full: the run's own record comes first
     with suppress(BadInput):
-        write_result(
-            json.dumps(result | {"train_loss": history.train[-1][1] if history.train else None})
-        )
+        processes.group().result(result)
 
 
 def draw(setup: Setup, history: History, unit: str, run: Unsealed) -> None:
@@ -278,7 +275,7 @@ def keep_best(setup: Setup, history: History, params: Any) -> None:
     if last >= min(before, default=math.inf):
         return
     tensors = export.to_write(setup.recipe, params)
-    if process_index():
+    if processes.index():
         return
     folder = setup.run_dir / BEST
     about_model = export.run_metadata(setup.loaded, history.steps, val_loss=repr(last))

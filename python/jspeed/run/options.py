@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jspeed.cluster.rank import visible_gpus
+from jspeed.accelerators import visible_gpus
 from jspeed.errors import BadInput
 from jspeed.fields import (
     Axes,

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from jspeed.cluster.distributed import broadcast, gather, process_index
-from jspeed.cluster.failure import on_failure
+from jspeed.base import processes
+from jspeed.base.processes import broadcast, gather, on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines, as_text, try_lock
@@ -91,16 +91,16 @@ def open_run_directory(
             f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write"
             " checkpoints there (on SIGTERM too); give another --run-dir"
         )
-    metrics = create_and_lock(path, options.resume) if process_index() == 0 else None
+    metrics = create_and_lock(path, options.resume) if processes.index() == 0 else None
     directory = RunDirectory(path, started, metrics)
     directory.keep = on_failure(directory.abandon)
     step: int | None = None
     damaged: list[str] = []
     try:
-        if options.resume and process_index() == 0:
+        if options.resume and processes.index() == 0:
             step, damaged = newest(path / "checkpoints")
         of_first, directory.started, step = broadcast("run", [str(path.absolute()), started, step])
-        if process_index():
+        if processes.index():
             directory.path = Path(of_first)
         directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
         if not directory.shared:

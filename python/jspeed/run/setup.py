@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import gather, process_index, require_equal
+from jspeed.base import processes
+from jspeed.base.processes import gather, require_equal
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
@@ -133,7 +134,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     plan = place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
-        if process_index() == 0 and directory.checkpoint is None:
+        if processes.index() == 0 and directory.checkpoint is None:
             write_source(options, loaded, data, directory.path)
         say_opening(options, loaded, checked, data, console)
         program, validation, initial, checked = compile_and_warm_up(

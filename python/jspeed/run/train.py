@@ -16,9 +16,8 @@ import jax
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 
-from jspeed.cluster import distributed
-from jspeed.cluster.graceful_stop import GracefulStop
-from jspeed.cluster.join import joined
+from jspeed.base import processes
+from jspeed.base.processes import Stop
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, Terminated, first_line
 from jspeed.parallel.mesh import batch_rows, put_rows
@@ -30,6 +29,7 @@ from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import impossible, look_up, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish, keep_best
+from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.options import Options
 from jspeed.run.output.console import Display
 from jspeed.run.output.metrics_log import History
@@ -40,32 +40,25 @@ Pause = Callable[[str], AbstractContextManager[None]]  # the clock stands, for a
 SETTLED = 5  # steps before the trace begins: the first ones fill queues and caches
 
 
-def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
+def train(options: Options, hooks: Hooks = NO_HOOKS) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not,
     130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
-    error on any ends all.
-
-    When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
-    with sigterm_is(_terminate), joined(options.coordinator, options.processes, options.process_id):
+    error on any ends all."""
+    with sigterm_is(_terminate), hooks.joined(options):
         code, run_dir = run(options)
-    if (
-        afterwards
-        and distributed.process_index() == 0
-        and code in (0, 1)
-        and (run_dir / FILE).exists()
-    ):
-        afterwards(run_dir)
+    if processes.index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+        hooks.afterwards(options, run_dir)
     return code
 
 
 def run(options: Options) -> tuple[int, Path]:
     """Make one run in this process, once jax.distributed is initialised; returns exit code and run
     directory."""
-    first = distributed.process_index() == 0
+    first = processes.index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = set_up(options, clock, console)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
-    stop = GracefulStop()
+    stop = processes.group().stop()
     logs = sinks(
         options.sinks if first else (), setup.run_dir, setup.loaded.fields, setup.directory.started
     )
@@ -106,7 +99,7 @@ def run(options: Options) -> tuple[int, Path]:
 
 
 def loop(
-    setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkpoints, last_step: int
+    setup: Setup, history: History, stop: Stop, checkpoints: Checkpoints, last_step: int
 ) -> State:
     """Run up to ``last_step`` steps under the clock and return the last state.
 
@@ -234,9 +227,7 @@ def save_last(
         history.failed.append(str(error))
 
 
-def end_if_due(
-    history: History, stop: GracefulStop, recipe: Recipe, last_step: int, limit: float
-) -> None:
+def end_if_due(history: History, stop: Stop, recipe: Recipe, last_step: int, limit: float) -> None:
     """End after the last step that was asked for, after ``limit`` timed seconds, or where another
     process or a signal asks for it; between two updates of slow parameters, where the state holds
     more than a checkpoint does, not yet."""
@@ -318,7 +309,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def ctrl_c_ends(stop: GracefulStop) -> Iterator[None]:
+def ctrl_c_ends(stop: Stop) -> Iterator[None]:
     """Let the first Ctrl-C end the run after the current step, with its record; a second one ends
     it at once."""
     usual = signal.getsignal(signal.SIGINT)

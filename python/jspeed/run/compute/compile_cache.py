@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jspeed.cluster.distributed import process_index
+from jspeed.base import processes
 from jspeed.errors import BadInput, say, writable_folder
 from jspeed.files import cache_folder
 
@@ -35,7 +35,7 @@ def use_compile_cache() -> None:
         if (place := config.jax_compilation_cache_dir) and "://" not in place:  # a bucket
             writable_folder(place, "the folder of compiled programs")
     except BadInput as error:
-        if process_index() == 0:
+        if processes.index() == 0:
             say(f"note: programs that this run compiles are not kept: {error}")
         least = math.inf
         if not os.path.isdir(folder()):

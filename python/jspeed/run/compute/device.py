@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jspeed import accelerators
-from jspeed.cluster.rank import visible_gpus
+from jspeed.accelerators import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from jspeed.cluster.distributed import gather
+from jspeed.base.processes import gather
 from jspeed.errors import BadInput, first_line, type_and_line
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import OwnKernel, Recipe

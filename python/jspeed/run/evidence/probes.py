@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
-from jspeed.cluster.distributed import broadcast, gather, process_count, process_index
+from jspeed.base import processes
+from jspeed.base.processes import broadcast, gather
 from jspeed.data.retriever import looked_up
 from jspeed.errors import type_and_line
 from jspeed.parallel.mesh import put, replicated
@@ -77,7 +78,7 @@ def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> di
     try:
         return probe()
     except Exception as error:  # whatever a recipe or a library raises
-        if isinstance(error, JaxRuntimeError) and process_count() > 1:
+        if isinstance(error, JaxRuntimeError) and processes.count() > 1:
             raise
         return {name: {"passed": False, "raised": type_and_line(error)} for name in names}
 
@@ -106,7 +107,7 @@ def no_overlap(setup: Setup) -> Verdict:
         found = overlap_of_run(setup)
         return {"no_overlap": {"passed": found <= OVERLAP, "share": found}}
 
-    verdicts = guarded(("no_overlap",), compared) if process_index() == 0 else None
+    verdicts = guarded(("no_overlap",), compared) if processes.index() == 0 else None
     return broadcast("overlap", verdicts)["no_overlap"]
 
 
