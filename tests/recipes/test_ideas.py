@@ -28,8 +28,8 @@ def test_jspeed1_is_r89_with_later_cooldown():
         for found in (ours, parent)
     ]
     # whatever the width of their lines
-    ours, parent = (" ".join(ast.unparse(ast.parse(code)).split()) for code in codes)
-    assert ours == parent
+    words = [ast.unparse(ast.parse(code)).split() for code in codes]
+    assert words[0] == words[1]
     assert {name for name in parent.fields if ours.fields[name] != parent.fields[name]} == {
         "COOLDOWN"
     }
