@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from benches.synthetic import zipf_ids
 from benches.text import timed
 from jspeed.errors import BadInput, type_and_line
 from jspeed.fields import Count
@@ -135,7 +137,7 @@ def head_cases(
         for own in (True, False)
     ]
     xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
-    words = jax.random.randint(jax.random.key(6), (1, tokens + 1), 0, 1000)
+    words = jnp.asarray(zipf_ids(np.random.default_rng(6), 50_257, (1, tokens + 1)), jnp.int32)
 
     def copied(
         own: bool, q: jax.Array, k: jax.Array, none: jax.Array
@@ -170,8 +172,8 @@ def table_cases(
     norms = [
         with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)
     ]
-    # Two n-grams a token; half of them are alike.
-    sums_N = jax.random.randint(jax.random.key(3), (2 * tokens,), 0, tokens, jnp.int32)
+    # Two n-grams a token, as frequent as words.
+    sums_N = jnp.asarray(zipf_ids(np.random.default_rng(3), tokens, (2 * tokens,)), jnp.int32)
     starts = jnp.searchsorted(jnp.sort(sums_N), jnp.arange(tokens + 1)).astype(jnp.int32)
 
     def scattered(rows_ND: jax.Array, order_N: jax.Array, starts_S1: jax.Array) -> jax.Array:

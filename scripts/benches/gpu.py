@@ -3,7 +3,6 @@ times."""
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -63,7 +62,8 @@ def gpu(
     Args:
         recipe: Names or paths; default: all of the records, with --versus r29.
         steps: Steps timed one by one, and again in a row; default 30.
-        data: Folder of token shards; default: synthetic tokens that are on the devices already.
+        data: Folder of token shards; default: synthetic tokens, as frequent as words, on the
+            devices already.
         micro_batch: Tokens per device in a micro-batch.
         attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4
             or (TPU) splash.
@@ -110,6 +110,8 @@ def gpu(
         except BadInput as error:
             if len(found) == 1:
                 raise
+            failed[each.recipe.name] = str(error)
+        except FloatingPointError as error:
             failed[each.recipe.name] = str(error)
         # out of memory, or a kernel that XLA could not build
         except jax.errors.JaxRuntimeError as error:
@@ -206,6 +208,7 @@ def show(
             "in a row ms",
         ),
         *("tokens/s", "per device", "MFLOP/token", "MFU", "GB needed", "GB peak", "wait ms"),
+        "loss",
     ):
         table.add_column(name, justify="right")
     for row in rows:
@@ -228,14 +231,11 @@ def show(
             f"{row.memory_needed / 1e9:.2f}",
             f"{row.memory_peak / 1e9:.2f}" if row.memory_peak is not None else "-",
             f"{row.data_wait_ms:.3f}" if row.data_wait_ms is not None else "-",
+            f"{row.first_loss:.2f} to {row.loss:.2f}",
         )
     if rows:
         console.print(table)
     for row in rows:
-        if not math.isfinite(row.loss):
-            console.print(
-                f"[bold red]stage {row.stage}: the loss after these steps is {row.loss}[/]"
-            )
         for part in kernel_table(row):
             console.print(part)
     if failure:

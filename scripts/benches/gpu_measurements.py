@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from benches import steps
+from benches.synthetic import lanes_of, zipf_ids
 from jspeed._dataloader import header
 from jspeed.jax_versions import loaded_cudnn
 from jspeed.model import fp8
@@ -125,7 +126,7 @@ def attend(
     found = loaded(name)
     recipe, heads = found.recipe, found.fields["HEADS"]
     measured, width = stage_of(recipe), recipe.attention_width // heads
-    lane = steps.synthetic(dataclasses.replace(recipe, lanes=1), measured)[:, :-1]
+    lane = lanes_of(dataclasses.replace(recipe, lanes=1), measured)[:, :-1]
     draw = np.random.default_rng(1)
     shape = (1, measured.lane_len, heads, width)
     q, k, v, g = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for _ in range(4))
@@ -196,9 +197,9 @@ def scatter_add() -> dict[str, Any]:
     0.11.0)."""
     recipe = loaded("r29").recipe
     vocabulary, width = recipe.parameters["embed"].shape
-    draw = np.random.default_rng(0).zipf(1.3, recipe.stages[-1].lane_len)
-    at = jnp.asarray(np.minimum(draw, vocabulary) - 1, jnp.int32)
-    g = jnp.ones((len(draw), width), jnp.float32)
+    shape = (recipe.stages[-1].lane_len,)
+    at = jnp.asarray(zipf_ids(np.random.default_rng(0), vocabulary, shape), jnp.int32)
+    g = jnp.ones((*shape, width), jnp.float32)
     rows, _ = compiled(
         lambda at, g: jnp.zeros((vocabulary, width), jnp.float32).at[at].add(g), [at, g]
     )
@@ -271,14 +272,14 @@ def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, fl
 
 
 def tokens(folder: Path) -> dict[str, Any]:
-    """Write shards of random tokens in documents as long as FineWeb's: 12 million, the validation
-    set among them."""
+    """Write shards of synthetic tokens (synthetic.py): 12 million, the validation set among
+    them."""
     recipe = loaded("r29").recipe
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"train": 40_000, "val": 4_000} if TOY else {"train": 12_000_000, "val": 1_000_000}
     for number, (split, size) in enumerate(sizes.items()):
         lane = dataclasses.replace(recipe.stages[-1], lane_len=size, max_docs=size)
-        row = steps.synthetic(dataclasses.replace(recipe, lanes=1), lane, seed=number)[0, :size]
+        row = lanes_of(dataclasses.replace(recipe, lanes=1), lane, seed=number)[0, :size]
         (folder / f"gpu_{split}_000000.bin").write_bytes(
             header(len(row)) + row.astype(np.uint16).tobytes()
         )

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benches.synthetic import document_starts, zipf_ids
 from jspeed._dataloader import HEADER_BYTES, header
 from jspeed.commands.flags import check_folders
 from jspeed.cores import cores
@@ -50,16 +51,13 @@ class Row:
 
 
 def write_shards(folder: Path, count: int, tokens: int) -> None:
-    """Write shards whose document lengths are log-normal with FineWeb's median 403 and mean 690, at
-    least 32."""
+    """Write shards of ids as frequent as words, in documents as long as FineWeb's; none starts with
+    a document."""
     rng = np.random.default_rng(0)
+    text = zipf_ids(rng, BOS, (1_000_000,)).astype(np.uint16)
     for index in range(count):
-        lengths = np.maximum(
-            32, rng.lognormal(np.log(403), np.sqrt(2 * np.log(690 / 403)), tokens // 400)
-        ).astype(int)
-        body = rng.integers(0, BOS, tokens, dtype=np.uint16)
-        starts = np.cumsum(lengths) - lengths[0] // 2
-        body[starts[starts < tokens]] = BOS
+        body = np.resize(text, tokens)
+        body[document_starts(rng, tokens, None)[1:]] = BOS
         with open(folder / f"synthetic_train_{index + 1:06}.bin", "wb") as file:
             file.write(header(tokens) + body.tobytes())
             os.fsync(file.fileno())

@@ -15,11 +15,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benches.kernel_profile import Profile, profile
+from benches.synthetic import lanes_of, vocabulary
 from jspeed.data import Shards
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, put_rows, replicated
 from jspeed.plan.target import data_sheet_of
-from jspeed.recipe import Recipe, Stage, leaves
+from jspeed.recipe import Recipe, Stage
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import Device, device_of
@@ -27,10 +28,13 @@ from jspeed.run.compute.division import place
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
-from jspeed.sizes import flops_per_token
+from jspeed.sizes import flops_per_token, scored_heads
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured
+# The first loss of a new state, in ln V: from equal chances of the tokens that are scored to those of
+# the whole vocabulary, and what random weights add.
+FIRST_LOSS = 0.9, 1.2
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Row:
     memory_needed: int
     memory_peak: int | None
     data_wait_ms: float | None
+    first_loss: float
     loss: float
     profile: Profile | str
 
@@ -81,7 +86,7 @@ class Timing(NamedTuple):
     alone: list[float]  # of each step that is waited for
     in_a_row: float  # of a step among as many that are not
     wait: float  # for data, a step
-    loss: float  # of the last step
+    losses: list[float]  # of all steps, warm-up included
     profile: Profile | str
 
 
@@ -103,7 +108,10 @@ def measure_stage(
 ) -> tuple[Row, list[str], State]:
     """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps,
     the last state). ``device``: what a preflight has found, in place of what these devices should
-    have."""
+    have.
+
+    Raises :class:`FloatingPointError` for a loss that is not finite, or that a first state cannot
+    have: its time would be that of another computation."""
     mesh, stage, best = setting.mesh, recipe.stages[index], peak_flops(setting.mesh)
     device = device or device_of(mesh, setting.attention, recipe=recipe)
     began = now()
@@ -112,6 +120,7 @@ def measure_stage(
     fitted = [fit(recipe, placement, index, phase) for phase in phases]
     steps, last = [attempt.program for attempt in fitted], fitted[-1]
     compile_seconds = now() - began
+    fresh = state is None
     if state is None:
         _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
         init = jax.jit(
@@ -120,6 +129,7 @@ def measure_stage(
         state = init(jax.device_put(np.uint32(1), replicated(mesh)))
     before = peak_bytes(mesh)
     state, timing = run(steps, state, recipe, stage, setting)
+    check_losses(recipe, stage, timing.losses, fresh)
     most = peak_bytes(mesh)
     rate = recipe.tokens_per_step(stage) / timing.in_a_row
     flops = flops_per_token(recipe, stage)
@@ -149,7 +159,8 @@ def measure_stage(
         # this stage's.
         memory_peak=most if most and most > (before or 0) else None,
         data_wait_ms=1e3 * timing.wait if setting.shards else None,
-        loss=timing.loss,
+        first_loss=timing.losses[0],
+        loss=timing.losses[-1],
         profile=timing.profile,
     )
     return row, [str(step.as_text()) for step in steps], state
@@ -174,7 +185,7 @@ def run(
         endless = replace(recipe, stages=(dataclasses.replace(stage, steps=LONG_RUN),))
         loader = feed = open_loader(endless, setting.shards, seed=1)
     else:
-        resident = jax.device_put(synthetic(recipe, stage), rows)
+        resident = jax.device_put(lanes_of(recipe, stage), rows)
 
     def placed(batch: Any) -> jax.Array:
         return (
@@ -183,14 +194,16 @@ def run(
             else resident
         )
 
-    def one() -> dict[str, jax.Array]:
+    seen: list[jax.Array] = []  # losses; read after the timing, but for those of steps in a row
+
+    def one() -> None:
         nonlocal state
         for step in steps:
             state, metrics = step(state, placed(next(feed)))
             jax.block_until_ready((state, metrics))
-        return metrics
+            seen.append(metrics["loss"])
 
-    alone, waits, unread = [], 0.0, None
+    alone, waits = [], 0.0
     with loader or nullcontext():
         for _ in range(2):
             one()
@@ -204,39 +217,32 @@ def run(
             batch = next(feed)
             waits += now() - asked
             state, metrics = step(state, placed(batch))
-            if unread is not None:
-                jax.device_get(unread)  # as the training loop: one number a step, one step late
-            unread = metrics["loss"]
+            jax.device_get(seen[-1])  # as the training loop: one number a step, one step late
+            seen.append(metrics["loss"])
         jax.block_until_ready(state)
         in_a_row = (now() - began) / (len(steps) * setting.steps)
-        seen = profile(one)
-    loss = float(jax.device_get(metrics["loss"]))
-    return state, Timing(alone, in_a_row, waits / (len(steps) * setting.steps), loss, seen)
+        kernels = profile(one)
+    losses = [float(loss) for loss in jax.device_get(seen)]
+    waited = waits / (len(steps) * setting.steps)
+    return state, Timing(alone, in_a_row, waited, losses, kernels)
 
 
-def synthetic(recipe: Recipe, stage: Stage, seed: int = 0) -> np.ndarray:
-    """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's
-    (log-normal, median 403, mean 690); one starts each lane."""
-    rng = np.random.default_rng(seed)
-    tables = [
-        (spec, axis)
-        for _, spec in leaves(recipe.parameters)
-        for axis in ("token", "vocab")
-        if axis in spec.axes
-    ]
-    vocab = min(
-        [recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)]
-    )
-    tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=recipe.data.dtype)
-    tokens[tokens == recipe.data.bos_id] = (recipe.data.bos_id + 1) % vocab
-    for lane in tokens:
-        lengths = rng.lognormal(
-            math.log(403), math.sqrt(2 * math.log(690 / 403)), stage.lane_len // 32 + 1
+def check_losses(recipe: Recipe, stage: Stage, losses: Sequence[float], fresh: bool) -> None:
+    """Raise :class:`FloatingPointError` for a loss that is not finite and, of a ``fresh`` state,
+    for a first one far from that of equal chances."""
+    named = f"recipe {recipe.name}, lanes of {stage.lane_len} tokens"
+    for number, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{named}: the loss of step {number} is {loss}, so its time is not that of training"
+            )
+    scored = min((rows for rows, _ in scored_heads(recipe, stage)), default=vocabulary(recipe))
+    least = FIRST_LOSS[0] * math.log(min(scored, vocabulary(recipe)))
+    most = FIRST_LOSS[1] * math.log(vocabulary(recipe))
+    if fresh and not least <= losses[0] <= most:
+        raise FloatingPointError(
+            f"{named}: the first loss is {losses[0]:.3f}, expected {least:.2f} to {most:.2f}"
         )
-        lengths = np.clip(lengths, 32, stage.max_doc_len).astype(int)
-        starts = np.append(0, np.cumsum(lengths))[: stage.max_docs]
-        lane[starts[starts < stage.lane_len]] = recipe.data.bos_id
-    return tokens
 
 
 def stages_to_measure(stages: int) -> list[int]:

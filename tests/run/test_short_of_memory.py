@@ -1,15 +1,18 @@
 """A device that runs out of memory where the compiler said that a step fits: when tuning kernels,
 and in warm-up."""
 
+import dataclasses
 import json
 import threading
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.run import setup
+from jspeed.run.clock import Clock
 from jspeed.run.compute import device, program
 from jspeed.run.options import Options
 from jspeed.run.train import train
@@ -32,7 +35,7 @@ def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
     running = []
     seen = []
 
-    def one(job):
+    def one(job, _):
         with lock:
             running.append(job)
             seen.append(len(running))
@@ -48,7 +51,7 @@ def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
 def test_what_runs_out_of_memory_beside_others_is_compiled_again_alone():
     calls, beside = [], threading.Event()
 
-    def one(job):
+    def one(job, _):
         calls.append((job, threading.current_thread() is threading.main_thread()))
         if job == 1 and not beside.is_set():
             beside.set()
@@ -58,17 +61,74 @@ def test_what_runs_out_of_memory_beside_others_is_compiled_again_alone():
     assert program.compile_all(one, [0, 1, 2], GPU) == [0, 1, 2]
     assert (1, True) in calls and [job for job, _ in calls].count(1) == 2
 
-    def never(job):
+    def never(job, _):
         raise FULL
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         program.compile_all(never, [0, 1], GPU)
 
-    def broken(job):
+    def broken(job, _):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         program.compile_all(broken, [0, 1], GPU)
+
+
+def test_the_first_error_ends_the_other_jobs():
+    begun, told = [], []
+
+    def one(job, stop):
+        begun.append(job)
+        if job == 0:
+            raise BadInput("too large")
+        told.append(stop.wait(timeout=60))
+
+    with pytest.raises(BadInput, match="too large"):
+        program.compile_all(one, range(24), GPU)
+    # Each of two workers may have taken one more before the rest was cancelled.
+    assert len(begun) <= 4 and all(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "rows"),
+    [
+        ("r92", 60_500_000_000, 10_575_360),  # an H100's
+        ("jspeed3", 60_500_000_000, 10_575_360),
+        ("r92", 107_900_000_000, 21_150_720),  # an H200's
+    ],
+)
+def test_a_state_without_room_is_refused_before_anything_is_compiled(
+    name, memory, rows, monkeypatch
+):
+    compiled = []
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    gpu = dataclasses.replace(GPU, memory=memory)
+    monkeypatch.setattr(setup, "make_mesh", lambda: one)
+    monkeypatch.setattr(setup, "device_of", lambda *_, **__: gpu)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: compiled.append(1))
+    monkeypatch.setattr(program, "measured", lambda *_: compiled.append(1))
+    with pytest.raises(BadInput) as refused:
+        setup.set_up(Options(name), Clock(), Console())
+    assert not compiled
+    said = str(refused.value)
+    assert said.startswith(f"recipe {name} keeps 140.") and "parameter is ngrams, 130.0 GB" in said
+    assert f"there are {memory / 1e9:.1f} GB" in said
+    assert f"--set NGRAMS={rows}, which is another model" in said
+    # What is advised is taken, and leaves half of the memory.
+    setup.load_recipe_and_placement(Options(name, set_=(f"NGRAMS={rows}",)))
+    monkeypatch.setattr(
+        setup, "device_of", lambda *_, **__: dataclasses.replace(gpu, memory=memory // 2)
+    )
+    setup.load_recipe_and_placement(Options(name, set_=(f"NGRAMS={rows}",)))
+
+
+def test_a_state_without_a_table_names_no_field(monkeypatch):
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    monkeypatch.setattr(setup, "make_mesh", lambda: one)
+    small = dataclasses.replace(GPU, memory=1_000_000_000)
+    monkeypatch.setattr(setup, "device_of", lambda *_, **__: small)
+    with pytest.raises(BadInput, match="and there are 1.0 GB; .*; use more or larger devices$"):
+        setup.load_recipe_and_placement(Options("llmc"))
 
 
 @pytest.fixture

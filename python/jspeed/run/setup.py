@@ -49,7 +49,13 @@ from jspeed.run.compute.division import place
 from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
-from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
+from jspeed.run.compute.program import (
+    Program,
+    check_state_fits,
+    eval_context,
+    state_shardings,
+    warm_up,
+)
 from jspeed.run.compute.step import State, fetcher
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.provenance import StartEvidence, checksum
@@ -174,7 +180,7 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     together.
 
     Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do
-    not fit the mesh.
+    not fit the mesh, or the state does not fit in memory.
     """
     check_options(options)
     loaded = load_recipe(options)
@@ -189,6 +195,7 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     device = with_kernels_asked_for(device, loaded.fields)
     placement = place(recipe, mesh, options.layout, device, options.micro_batch)
     fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
+    check_state_fits(recipe, placement, loaded.fields)
     return loaded, placement
 
 

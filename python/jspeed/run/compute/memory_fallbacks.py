@@ -1,13 +1,13 @@
 """Settings tried, in order, until a step fits in device memory: smaller micro-batches, chunked head
 loss, split lanes, remat. A lane is a row of a batch: documents packed one after another."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jspeed.recipe import Recipe, Stage
+from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
 from jspeed.sizes import scored_heads
 
@@ -91,6 +91,39 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
         return 0
     logits = [rows * size for rows, size in scored_heads(recipe, stage)]
     return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
+
+
+def without_room(
+    recipe: Recipe,
+    state: int,
+    sizes: Mapping[str, int],
+    limit: float,
+    fields: Mapping[str, Any],
+) -> str | None:
+    """Return why a recipe cannot run whatever its micro-batch: its ``state`` is more than ``limit``
+    bytes of a device. None if it is not.
+
+    ``sizes``: bytes of each parameter by its path. A table of hashed rows may have any number of
+    them: where the largest is one, and its rows are one of the ``fields``, that field's largest
+    half, quarter, ... is named that leaves half of the memory to a step.
+    """
+    if state <= limit:
+        return None
+    largest = max(sizes, key=lambda path: sizes[path])
+    spec = dict(leaves(recipe.parameters))[largest]
+    less = "use more or larger devices"
+    rows = spec.shape[spec.axes.index("row")] if "row" in spec.axes else 0
+    field = next((name for name, value in fields.items() if value == rows), None)
+    if rows and field:
+        parts = 2
+        while rows % (2 * parts) == 0 and state - sizes[largest] * (1 - 1 / parts) > limit / 2:
+            parts *= 2
+        less += f", or --set {field}={rows // parts}, which is another model"
+    return (
+        f"recipe {recipe.name} keeps {state / 1e9:.1f} GB of parameters and optimizer state on a"
+        f" device and there are {limit / 1e9:.1f} GB; the largest parameter is {largest},"
+        f" {sizes[largest] / 1e9:.1f} GB; {less}"
+    )
 
 
 def memory_notes(

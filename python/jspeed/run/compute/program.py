@@ -2,8 +2,9 @@
 stage, evaluation."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,12 +20,12 @@ from jspeed.cores import cores
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
-from jspeed.recipe import Context, Recipe, Stage, without_lazy
+from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
 from jspeed.run.compute.device import GPUS, Device, Placement
 from jspeed.run.compute.division import divisions, lanes_of_device
-from jspeed.run.compute.memory_fallbacks import Attempt, attempts
+from jspeed.run.compute.memory_fallbacks import Attempt, attempts, without_room
 from jspeed.run.compute.step import (
     State,
     at_end,
@@ -119,7 +120,11 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
         for phase in range(period)
     ]
     unlike = list(dict.fromkeys(jobs))
-    done = compile_all(lambda job: fit(recipe, placement, *job), unlike, placement.device)
+
+    def compile_one(job: Job, stop: threading.Event) -> Attempt:
+        return fit(recipe, placement, *job, stop=stop)
+
+    done = compile_all(compile_one, unlike, placement.device)
     fitted = [done[unlike.index(job)] for job in jobs]
     last, every = fitted[-1], [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
@@ -140,25 +145,33 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
 
 
 def compile_all(
-    compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device
+    compile_one: Callable[[Job, threading.Event], Attempt], jobs: Sequence[Job], device: Device
 ) -> list[Attempt]:
     """Compile side by side on a CPU, two at a time on GPUs.
 
     XLA tries kernels on the GPU with arrays as large as the program's: several programs at once can
     be more than it holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs
-    out of memory is compiled again, alone.
+    out of memory is compiled again, alone. Any other error is raised at once: its event tells jobs
+    that have begun to end, and the rest do not begin.
     """
+    stop = threading.Event()
+
+    def alone(error: BaseException | None) -> bool:
+        return (
+            isinstance(error, jax.errors.JaxRuntimeError) and len(jobs) > 1 and out_of_memory(error)
+        )
+
     with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else cores()) as pool:
-        started = [pool.submit(compile_one, job) for job in jobs]
-    fitted = []
-    for job, one in zip(jobs, started, strict=True):
-        try:
-            fitted.append(one.result())
-        except jax.errors.JaxRuntimeError as error:
-            if len(jobs) == 1 or not out_of_memory(error):
-                raise
-            fitted.append(compile_one(job))
-    return fitted
+        started = [pool.submit(compile_one, job, stop) for job in jobs]
+        for one in as_completed(started):
+            if (error := one.exception()) and not alone(error):
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise error
+    return [
+        compile_one(job, stop) if alone(one.exception()) else one.result()
+        for job, one in zip(jobs, started, strict=True)
+    ]
 
 
 def compile_evaluation(
@@ -223,12 +236,19 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     )
 
 
-def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> Attempt:
+def fit(
+    recipe: Recipe,
+    placement: Placement,
+    number: int,
+    phase: int = -1,
+    stop: threading.Event | None = None,
+) -> Attempt:
     """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory,
     compiled.
 
     Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises
-    :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much memory.
+    :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much memory, or
+    those that were tried until ``stop`` was set.
     """
     stage, mesh, device = recipe.stages[number], placement.mesh, placement.device
     limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
@@ -243,6 +263,8 @@ def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> A
     ):
         if tried.fits(limit):
             return tried
+        if stop and stop.is_set():
+            break
     smallest = tried.parts == divisions(recipe, stage, mesh)[-1]
     less = (
         "use more or larger devices, or --set a shorter lane"
@@ -254,6 +276,20 @@ def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> A
         f" {lanes_of_device(recipe, stage, mesh) * stage.lane_len // tried.parts} tokens at once"
         f" and there are {limit / 1e9:.1f} GB; {less}"
     )
+
+
+def check_state_fits(recipe: Recipe, placement: Placement, fields: Mapping[str, Any]) -> None:
+    """Raise :class:`BadInput` where parameters and optimizer alone are more than a device holds,
+    with the one of the recipe's ``fields`` that makes the largest parameter smaller.
+
+    It takes a second, and to find it out from compiled steps takes an hour.
+    """
+    if (limit := placement.device.memory) is None:
+        return
+    state, _ = state_shardings(recipe, placement.layout, placement.mesh)
+    sizes = {path: local_bytes(array) for path, array in leaves(state["params"])}
+    if reason := without_room(recipe, local_bytes(state), sizes, limit, fields):
+        raise BadInput(reason)
 
 
 def idle_state_bytes(recipe: Recipe, placement: Placement) -> int:
