@@ -21,7 +21,17 @@ from jspeed.run.options import Options
 from jspeed.run.output.metrics_log import History
 from jspeed.run.train import train
 
-from ..multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
+from ..multi_process import (
+    SAME_BITS,
+    TOY,
+    ended,
+    environment,
+    metrics,
+    said,
+    shards,
+    start,
+    toy,
+)
 from ..toys import TOYS
 from .compute.steps import batches, mesh_of, run
 
@@ -62,17 +72,101 @@ def damage(folder, step):
     largest.write_bytes(content)
 
 
+def checkpoints(folder, *steps, identity=None):
+    """Folders as Orbax leaves them: a record, an array, and their hashes."""
+    for step in steps:
+        place = folder / str(step)
+        (place / "record").mkdir(parents=True)
+        (place / "record" / "metadata").write_text(json.dumps({"identity": identity or {}}))
+        (place / "array").write_bytes(b"%d" % step)
+        files = [path for path in place.rglob("*") if path.is_file()]
+        hashes = {str(path.relative_to(place)): checkpoint.sha256_of(path) for path in files}
+        (place / checkpoint.HASHES).write_text(json.dumps(hashes))
+    return folder
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_hashes_that_say_nothing_are_damage(tmp_path):
     path = tmp_path / "5" / checkpoint.HASHES
     path.parent.mkdir()
-    for text in ("{}", "[]", "3", "[" * 100_000, '{"record/metadata": 3}'):
+    for text in ("", "{}", "[]", "3", "[" * 100_000, '{"record/metadata": 3}'):
         path.write_text(text)
         assert checkpoint.damage(tmp_path, 5), text
     path.unlink()
     os.mkfifo(path)
     assert "not a regular file" in str(checkpoint.damage(tmp_path, 5))
-    (tmp_path / "²").mkdir()
+    for name in ("²", "٣", "05", "5.set-aside"):
+        (tmp_path / name).mkdir()
     assert checkpoint.steps_in(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("how", ["no hashes", "empty hashes", "a flipped bit", "a lost link"])
+def test_what_is_not_whole_is_set_aside_never_removed(tmp_path, how):
+    folder = checkpoints(tmp_path / "checkpoints", 10, 20, 30)
+    newest = folder / "30"
+    match how:
+        case "no hashes":
+            (newest / checkpoint.HASHES).unlink()
+        case "empty hashes":
+            (newest / checkpoint.HASHES).write_text("")
+        case "a flipped bit":
+            (newest / "array").write_bytes(b"31")
+        case "a lost link":
+            newest.rename(tmp_path / "elsewhere")
+            newest.symlink_to(tmp_path / "not mounted")
+    before = contents(tmp_path)
+    step, wrong = checkpoint.newest(folder)
+    assert step == 20 and list(wrong) == [30] and contents(tmp_path) == before
+    assert checkpoint.set_aside(folder, 30).name == "30.set-aside"
+    assert list(contents(tmp_path).values()) == list(before.values())
+    checkpoints(folder, 30)
+    assert checkpoint.set_aside(folder, 30).name == "30.set-aside-1"
+
+
+def test_none_that_is_known_to_be_whole_is_refused(tmp_path):
+    folder = checkpoints(tmp_path, 10, 20)
+    for path in folder.rglob("*.json"):
+        path.unlink()
+    before = contents(folder)
+    message = said(lambda: checkpoint.newest(folder))
+    assert "step 20: sha256.json is missing; step 10:" in message and "start at step 0" in message
+    assert contents(folder) == before
+    assert checkpoint.newest(folder / "none") == (None, {})
+
+
+def test_what_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
+    """Root reads everything, so the error is that of the call which opens the file."""
+    folder = checkpoints(tmp_path / "checkpoints", 10, 20)
+    real = os.open
+    for name in ("array", "metadata", checkpoint.HASHES):
+        for error in (PermissionError(13, "Permission denied"), OSError(116, "Stale file handle")):
+
+            def fail(path, *flags, name=name, error=error):
+                if str(path).endswith(f"20/{name}") or str(path).endswith(f"20/record/{name}"):
+                    raise error
+                return real(path, *flags)
+
+            monkeypatch.setattr(os, "open", fail)
+            assert f"cannot be read ({error.strerror})" in said(lambda: checkpoint.newest(folder))
+            monkeypatch.undo()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "not mounted")
+    for strange in (link, folder / "20" / "array"):
+        assert "cannot be read" in said(lambda strange=strange: checkpoint.newest(strange))
+    assert checkpoint.newest(folder) == (20, {})
+
+
+def test_whose_it_is_comes_before_whether_it_is_whole(tmp_path):
+    folder = checkpoints(tmp_path, 20, identity={"seed": 1})
+    (folder / "20" / "array").write_bytes(b"damaged")
+
+    def fits(record):
+        checkpoint.check_same(record, {"seed": 2}, tmp_path)
+
+    assert "was made with seed 1" in said(lambda: checkpoint.newest(folder, fits))
 
 
 def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
@@ -99,6 +193,7 @@ def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
         np.testing.assert_allclose(found, expected, atol=1e-5)
     run = json.loads((tmp_path / "half" / "run.json").read_text())
     assert run["resumed"] == [4] and run["status"] == "finished" and run["steps"] == 6
+    assert not (tmp_path / "half" / "interrupted").exists()
 
 
 def test_a_diverged_state_is_not_saved(tmp_path, monkeypatch):
@@ -137,10 +232,11 @@ def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_
     code, out, err = speedrun(
         tmp_path, "half", "--resume", "--mesh", "data=4", "--checkpoint-every", "30"
     )
-    assert code in (0, 1) and "step 25" in out and "damaged" in out and "after step 20" in out, (
+    assert code in (0, 1) and "step 25" in out and "not whole" in out and "after step 20" in out, (
         out,
         err,
     )
+    assert (folder / "checkpoints" / "25.set-aside").is_dir()
     for kind in ("train_loss", "val_loss"):
         one, other = metrics(runs / "whole", kind), metrics(folder, kind)
         assert one.keys() == other.keys()

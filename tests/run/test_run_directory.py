@@ -7,18 +7,20 @@ import os
 import pytest
 from rich.console import Console
 
-from jspeed.run.checkpoint import check_same
+from jspeed.run.checkpoint import HASH, check_same
 from jspeed.run.options import Options, check_options
 from jspeed.run.run_directory import checkpoint_to_resume, create_and_lock, open_run_directory
 
 from ..multi_process import said
 
 SAY = Console(quiet=True)
+IDENTITY = {HASH: "s", "seed": 1}
+OWN = json.dumps({"recipe_hash": "s", "options": {"seed": 1}})
 
 
 def start(run_dir, resume=False):
     return open_run_directory(
-        Options(run_dir=run_dir, resume=resume, checkpoint_every=1), "toy", {}, SAY
+        Options(run_dir=run_dir, resume=resume, checkpoint_every=1), "toy", IDENTITY, SAY
     )
 
 
@@ -29,9 +31,49 @@ def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
             assert "another run is writing to" in said(lambda resume=resume: start(run_dir, resume))
         first.metrics.write("{}")
     assert "already holds a run (metrics.jsonl)" in said(lambda: start(run_dir))
+    (run_dir / "config.json").write_text(OWN)
     with start(run_dir, resume=True) as again:
         again.begin()
     assert again.checkpoint is None and (run_dir / "metrics.jsonl").read_bytes() == b""
+    assert (run_dir / "interrupted" / "metrics.jsonl").read_bytes() == b"{}\n"
+
+
+def test_what_was_there_stays_until_its_like_is_written(tmp_path):
+    """An interrupted run's model and best parameters, where it has no checkpoint to resume from."""
+    (tmp_path / "config.json").write_text(OWN)
+    (tmp_path / "best").mkdir()
+    written = ("model.safetensors", "samples.txt", "loss.svg", "best/model.safetensors")
+    for turn in ("1", "2"):
+        for name in written:
+            (tmp_path / "best").mkdir(exist_ok=True)
+            (tmp_path / name).write_text(turn)
+        with start(tmp_path, resume=True) as directory:
+            directory.begin()
+            earlier = tmp_path / "interrupted"
+            assert {name: (earlier / name).read_text() for name in written} == dict.fromkeys(
+                written, turn
+            )
+            assert not any((tmp_path / name).exists() for name in written)
+            directory.begin()  # killed, and again: nothing new to move
+            assert (earlier / "model.safetensors").read_text() == turn
+    (earlier / "notes.txt").write_text("mine")
+    directory.end()
+    assert [path.name for path in earlier.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "samples.txt", "best", "loss.svg"])
+def test_files_that_a_run_would_write_over_are_refused(tmp_path, name, resume):
+    """As in a folder of GPT-2's weights, with its own config.json or none."""
+    (tmp_path / name).write_text("mine")
+    for config in (None, "{}", "[]", "not JSON", OWN.replace('"s"', '"another"')):
+        if config:
+            (tmp_path / "config.json").write_text(config)
+        before = {path: path.read_text() for path in tmp_path.iterdir()}
+        assert ("already holds", "not known to be of this run")[resume] in said(
+            lambda: start(tmp_path, resume)
+        )
+        assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.json", "checkpoints"])
@@ -51,7 +93,7 @@ def test_abandoning_takes_back_what_is_ours_only(tmp_path):
     directory = start(tmp_path, resume=True)
     directory.abandon()
     with start(tmp_path) as directory:
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text(OWN)
     with start(tmp_path, resume=True) as directory:
         directory.abandon()
     assert (tmp_path / "config.json").exists()

@@ -195,7 +195,7 @@ def test_an_interrupted_run_is_resumed_or_stays_without_a_result(
     with pytest.raises(SystemExit) as ended:
         preregistered.run_series(options, "n=3")
     assert ended.value.code == 130 and len(calls(trainer)) == 2
-    monkeypatch.setattr(preregistered, "newest", lambda folder: (20 if checkpoint else None, []))
+    monkeypatch.setattr(preregistered, "newest", lambda folder: (20 if checkpoint else None, {}))
     for _ in range(2):
         assert preregistered.run_series(options, "n=3") == (0 if checkpoint else 1)
         assert ("note: 2-stdlib-s2 was interrupted" in capfd.readouterr().out) != checkpoint

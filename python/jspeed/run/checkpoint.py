@@ -7,14 +7,17 @@ it is whole, hashes included.
 """
 
 import copy
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -34,6 +37,8 @@ from jspeed.run.compute.step import State
 HASHES = "sha256.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
 NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+SET_ASIDE = ".set-aside"  # suffix of a checkpoint that is not whole: Orbax's names are numbers
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)  # no file there, or a thing that is none
 HASH = "recipe hash"
 MOST_NAMED = 6  # differences; those of another recipe are many
 
@@ -189,10 +194,17 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in ``folder`` that Orbax calls whole, ascending."""
-    return sorted(
-        int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()
-    )
+    """Steps of the checkpoints in ``folder`` that Orbax calls whole, ascending. Raises
+    :class:`BadInput` where the folder cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            # a link may lead to what is not mounted now
+            names = [each.name for each in entries if each.is_symlink() or each.is_dir()]
+    except OSError as error:
+        if error.errno == errno.ENOENT and not folder.is_symlink():
+            return []
+        raise _unreadable(folder, error) from None
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -204,38 +216,79 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """Return a message on what is wrong with the checkpoint of ``step``, or None."""
+    """Return a message on what is wrong with the checkpoint of ``step``, or None. Raises
+    :class:`BadInput` where it cannot be read now: that is no damage."""
+    place, name = folder / str(step), HASHES
     try:
-        hashes = read_json(folder / str(step) / HASHES)
+        hashes = read_json(place / HASHES)
         if not hashes:
             return f"{HASHES} names no files"
-        files = _files(folder / str(step))
         for name, digest in hashes.items():
-            if name not in files:
-                return f"{name} is missing"
-            if sha256_of(files[name]) != digest:
+            if sha256_of(place / name) != digest:
                 return f"the SHA-256 of {name} differs"
-    except FileNotFoundError:
-        return f"it has no {HASHES}"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"it cannot be read: {error}"
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise _unreadable(place / name, error) from None
+        return f"{name} is {'missing' if error.errno == errno.ENOENT else 'not a regular file'}"
+    except (ValueError, AttributeError) as error:
+        return f"{HASHES} cannot be understood: {error}"
     return None
 
 
-def newest(folder: Path) -> tuple[int | None, list[str]]:
-    """Return the step of the newest undamaged checkpoint, or None, and a message on each newer one.
+def _unreadable(path: Path, error: OSError) -> BadInput:
+    return BadInput(
+        f"{path} cannot be read ({error.strerror}), so whether a checkpoint is whole is not known;"
+        " make it readable, or move its folder away"
+    )
 
-    Newer ones are removed, so that the run can write them again. For process 0.
+
+def newest(
+    folder: Path, fits: Callable[[Checkpoint], None] = lambda record: None
+) -> tuple[int | None, dict[int, str]]:
+    """Return the step of the newest whole checkpoint, None where there is none at all, and what is
+    wrong with each newer one. Changes nothing.
+
+    ``fits`` is called with the record of each, before its files are looked at, and raises for one
+    of another run. Raises :class:`BadInput` where one cannot be read, or none of them is whole.
     """
-    notes: list[str] = []
-    remove_unfinished(folder)
+    wrong: dict[int, str] = {}
     for step in reversed(steps_in(folder)):
-        wrong = damage(folder, step)
-        if wrong is None:
-            return step, notes
-        notes.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); removing it")
-        shutil.rmtree(folder / str(step))
-    return None, notes
+        try:
+            record = read_record(folder, step)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise _unreadable(folder / str(step) / "record", error) from None
+        except ValueError:
+            pass  # the hashes tell of it
+        else:
+            if isinstance(record, dict) and "identity" in record:
+                fits(record)
+        fault = damage(folder, step)
+        if fault is None:
+            return step, wrong
+        wrong[step] = fault
+    if wrong:
+        faults = "; ".join(f"step {step}: {fault}" for step, fault in wrong.items())
+        raise BadInput(
+            f"no checkpoint in {folder} is known to be whole ({faults}); copy them again, each with"
+            f" its {HASHES}, or move {folder} away to start at step 0"
+        )
+    return None, wrong
+
+
+def set_aside(folder: Path, step: int) -> Path:
+    """Give the checkpoint of ``step`` another name, which is returned, so that the run can write it
+    again. Raises :class:`BadInput`."""
+    names = (f"{step}{SET_ASIDE}{f'-{number}' if number else ''}" for number in count())
+    place = next(path for name in names if not os.path.lexists(path := folder / name))
+    try:
+        os.rename(folder / str(step), place)
+    except OSError as error:
+        raise BadInput(
+            f"{folder / str(step)} is not whole and cannot be renamed to {place.name}"
+            f" ({error.strerror}); move it away"
+        ) from None
+    return place
 
 
 def restore(folder: Path, step: int, shapes: State) -> State:

@@ -76,6 +76,8 @@ def finish(setup: Setup, history: History, state: State | None, console: Console
         console.print(export.note_on_large_tables(setup.recipe, saved), soft_wrap=True)
     if failed:
         raise BadInput(f"the run ended, but {'; '.join(failed)}")
+    if history.status != "interrupted":
+        setup.directory.end()
     return exit_code(setup, history, run["reached"])
 
 

@@ -1,5 +1,6 @@
 """Create and lock a run directory; find the checkpoint to resume from, and read its record."""
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,17 +13,27 @@ from jspeed.base import processes
 from jspeed.base.processes import broadcast, gather, on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import Lines, as_text, try_lock
+from jspeed.files import Lines, as_text, read_json, try_lock
 from jspeed.record.run_json import read_run
-from jspeed.run.checkpoint import Checkpoint, check_same, newest, read_record
+from jspeed.run.checkpoint import (
+    HASH,
+    Checkpoint,
+    check_same,
+    newest,
+    read_record,
+    remove_unfinished,
+    set_aside,
+)
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE
 from jspeed.run.options import Options
 from jspeed.run.output.sinks import SINKS
 
-RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg", TOKENIZER_FILE)
+AT_END = ("run.json", "loss.svg", FILE, "samples.txt")
+RUN_FILES = (*AT_END, "config.json", "recipe.py", TOKENIZER_FILE)
 METRICS = "metrics.jsonl"
 BEST = "best"  # the folder of the parameters with the lowest loss
+EARLIER = "interrupted"  # the folder of what an earlier part of the run wrote at its end
 
 
 class RunDirectory:
@@ -50,13 +61,32 @@ class RunDirectory:
             self.metrics.file.close()
 
     def begin(self) -> None:
-        """Remove what an earlier part of this run wrote and this part will write again."""
+        """Move what an earlier part of this run wrote at its end into ``interrupted/``, until
+        :meth:`end`; clear what this part will write again."""
+        if not self.metrics:
+            return
+        fresh = self.checkpoint is None
+        names = [name for name in (*AT_END, *[BEST] * fresh) if (self.path / name).exists()]
+        had = (self.path / METRICS).stat().st_size > 0
+        if names or (had and fresh):
+            earlier = self.path / EARLIER
+            writable_folder(earlier, "the folder of what an earlier part of this run wrote")
+            shutil.copyfile(self.path / METRICS, earlier / METRICS)
+            for name in names:
+                if name == BEST:
+                    shutil.rmtree(earlier / BEST, ignore_errors=True)
+                os.replace(self.path / name, earlier / name)
+        self.metrics.clear()
+
+    def end(self) -> None:
+        """Remove what :meth:`begin` has moved: this part has written its own."""
         if self.metrics:
-            for name in ("run.json", "loss.svg", FILE, "samples.txt"):
-                (self.path / name).unlink(missing_ok=True)
-            self.metrics.clear()
-            if self.checkpoint is None:
-                shutil.rmtree(self.path / BEST, ignore_errors=True)
+            earlier = self.path / EARLIER
+            for name in (*AT_END, METRICS):
+                (earlier / name).unlink(missing_ok=True)
+            shutil.rmtree(earlier / BEST, ignore_errors=True)
+            with suppress(OSError):  # there is none, or something else in it
+                earlier.rmdir()
 
     def abandon(self) -> None:
         """Remove what this run has written, and the directory when nothing else is in it."""
@@ -67,6 +97,8 @@ class RunDirectory:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             with suppress(OSError):  # not empty
                 self.path.rmdir()
+        elif self.metrics and not os.fstat(self.metrics.file.fileno()).st_size:
+            (self.path / METRICS).unlink(missing_ok=True)
         self.__exit__()
 
 
@@ -76,8 +108,8 @@ def open_run_directory(
     """Open the run directory of ``options``, by default one called after recipe, time and seed; the
     same on all processes.
 
-    With ``--resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with
-    this ``identity``, and of no more steps than are asked for.
+    With ``--resume`` the newest whole checkpoint in it is looked for; it must be of a run with this
+    ``identity``, and of no more steps than are asked for. Newer ones get another name.
 
     Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, the directory
     cannot be written, already holds a run, is being written by one, or if checkpoints will be
@@ -95,10 +127,13 @@ def open_run_directory(
     directory = RunDirectory(path, started, metrics)
     directory.keep = on_failure(directory.abandon)
     step: int | None = None
-    damaged: list[str] = []
+    damaged: dict[int, str] = {}
+    checkpoints = path / "checkpoints"
     try:
         if options.resume and processes.index() == 0:
-            step, damaged = newest(path / "checkpoints")
+            step, damaged = newest(checkpoints, lambda record: check_same(record, identity, path))
+            if step is None:
+                check_same_without_checkpoint(path, identity)
         of_first, directory.started, step = broadcast("run", [str(path.absolute()), started, step])
         if processes.index():
             directory.path = Path(of_first)
@@ -120,8 +155,16 @@ def open_run_directory(
                 directory.path, step, identity, options.steps
             )
             outcome = f"resuming {path} after step {step}"
-        for line in (*damaged, outcome) if options.resume else ():
-            console.print(line, markup=False, soft_wrap=True)
+        if options.resume and processes.index() == 0:
+            remove_unfinished(checkpoints)
+            for each, fault in damaged.items():
+                line = f"the checkpoint of step {each} in {checkpoints} is not whole ({fault}); it"
+                console.print(
+                    f"{line} is now {set_aside(checkpoints, each).name}",
+                    markup=False,
+                    soft_wrap=True,
+                )
+            console.print(outcome, markup=False, soft_wrap=True)
     except BaseException:
         directory.abandon()
         raise
@@ -163,9 +206,33 @@ def create_and_lock(run_dir: Path, resume: bool) -> Lines:
     return metrics
 
 
+def check_same_without_checkpoint(run_dir: Path, identity: dict[str, Any]) -> None:
+    """Raise :class:`BadInput` where ``run_dir`` holds files that are not known to be of an earlier
+    part of the run with this ``identity``, which would write them anew from step 0."""
+    if not (names := existing_files(run_dir)):
+        return
+    path = run_dir / "config.json"
+    try:
+        config = read_json(path)
+        its = {HASH: config["recipe_hash"], "seed": config["options"]["seed"]}
+    except FileNotFoundError:
+        why = f"there is no {path.name}"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = f"{path.name} does not tell: {error!r}"
+    else:
+        own = {name: identity.get(name) for name in its}
+        if its == own:
+            return
+        why = f"{path.name} has {its} but this run has {own}"
+    raise BadInput(
+        f"--resume: {run_dir} holds {names[0]} but no checkpoint, and is not known to be of this"
+        f" run ({why}); choose another --run-dir"
+    )
+
+
 def existing_files(run_dir: Path) -> list[str]:
-    """Names of what a run has left in ``run_dir``."""
-    names = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
+    """Names of what a run has left in ``run_dir``, or would write over."""
+    names = [name for name in (*RUN_FILES, BEST, "checkpoints") if os.path.lexists(run_dir / name)]
     metrics = run_dir / METRICS
     return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 

@@ -322,6 +322,7 @@ def say_opening(
         clash,
         data.holdout and data.holdout.note,
         twice if again else None,
+        provenance.why_no_commit(provenance.git()),
     )
     output.notes(console, loaded.note, *differences, device.note, *notes)
 

@@ -264,6 +264,7 @@ class Profile:
         self._begin = max(first, min(first + SETTLED, asked - steps)) if steps else None
         self._end = (self._begin or 0) + steps
         self._running = False
+        self._before = folder.exists()  # with what another part of the run has traced
 
     def before(self, step: int) -> None:
         """Call before each step with the number of steps done."""
@@ -287,7 +288,8 @@ class Profile:
                 try:
                     jax.profiler.stop_trace()
                 except (OSError, JaxRuntimeError) as error:
-                    shutil.rmtree(self._folder, ignore_errors=True)  # a partial trace is useless
+                    if not self._before:  # a partial trace is useless
+                        shutil.rmtree(self._folder, ignore_errors=True)
                     self._failed.append(
                         f"the trace could not be written ({first_line(error)}); make room there"
                     )

@@ -135,18 +135,130 @@ def test_without_nvidia_smi_there_are_no_gpus(tmp_path, monkeypatch):
     assert provenance.git(tmp_path) == {"commit": None, "dirty": None}
 
 
-def test_only_changes_of_tracked_files_make_a_commit_dirty(tmp_path):
-    def git(*words):
-        subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True
-        )
+def git(folder, *words):
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
-    (tmp_path / "code.py").write_text("1")
-    git("init", "-q")
-    git("add", "code.py")
-    git("commit", "-qm", "first")
+
+def repository(folder, *files):
+    git(folder, "init", "-q")
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("1")
+        git(folder, "add", file)
+    git(folder, "commit", "-qm", "first")
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+def test_only_changes_of_tracked_files_make_a_commit_dirty(tmp_path):
+    commit = repository(tmp_path, "code.py")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text("{}")
-    assert provenance.git(tmp_path)["dirty"] is False
+    assert provenance.git(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "code.py").write_text("2")
     assert provenance.git(tmp_path)["dirty"] is True
+
+
+@pytest.mark.parametrize("place", [".venv/lib/jspeed", "jspeed", "vendor/jspeed"])
+def test_a_package_that_a_repository_does_not_hold_has_no_commit(tmp_path, place):
+    """In a ``.venv`` of somebody's repository, copied in beside it, or the same, ignored."""
+    repository(tmp_path, "own.py")
+    (tmp_path / ".gitignore").write_text("vendor\n")
+    package = tmp_path / place
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("1")
+    assert provenance.git(package) == {"commit": None, "dirty": None}
+
+
+@pytest.mark.parametrize("how", ["new file", "assumed", "skipped", "in a submodule's place"])
+def test_files_that_differ_from_the_commit_are_dirty_whatever_git_was_told(tmp_path, how):
+    repository(tmp_path, "jspeed/train.py", "jspeed/run.py")
+    assert provenance.git(tmp_path / "jspeed")["dirty"] is False
+    file = tmp_path / "jspeed" / "train.py"
+    match how:
+        case "new file":
+            (tmp_path / "jspeed" / "new.py").write_text("1")
+        case "assumed":
+            git(tmp_path, "update-index", "--assume-unchanged", str(file))
+            file.write_text("2")
+        case "skipped":
+            git(tmp_path, "update-index", "--skip-worktree", str(file))
+            file.write_text("2")
+        case "in a submodule's place":
+            (tmp_path / "jspeed" / "sub").mkdir()
+            repository(tmp_path / "jspeed" / "sub", "more.py")
+    assert provenance.git(tmp_path / "jspeed")["dirty"] is True
+
+
+def test_what_a_hook_sets_is_not_where_the_code_is(tmp_path, monkeypatch):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    commit = repository(tmp_path / "ours", "code.py")
+    repository(tmp_path / "theirs", "other.py", "code.py")
+    for name, value in [
+        ("GIT_DIR", ".git"),
+        ("GIT_WORK_TREE", ""),
+        ("GIT_INDEX_FILE", ".git/index"),
+    ]:
+        monkeypatch.setenv(name, str(tmp_path / "theirs" / value))
+    assert provenance.git(tmp_path / "ours") == {"commit": commit, "dirty": False}
+
+
+def test_a_checkout_of_another_owner_is_known_or_told(tmp_path, monkeypatch):
+    """As in a container that root runs and somebody else's checkout is mounted in."""
+    package = tmp_path / "top" / "python" / "jspeed"
+    commit = repository_in(tmp_path / "top", "python/jspeed/train.py")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    real = provenance._call
+
+    def call(*given):
+        made = real(*given)
+        made["env"]["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"
+        return made
+
+    monkeypatch.setattr(provenance, "_call", call)
+    found = provenance.git(package)
+    assert found == {"commit": None, "dirty": None}
+    told = provenance.why_no_commit(found, package)
+    assert told and "commit of this checkout is unknown" in told and "dubious ownership" in told
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    assert provenance.git(package) == {"commit": commit, "dirty": False}
+    assert provenance.why_no_commit({"commit": None, "dirty": None}, tmp_path) is None
+
+
+def repository_in(folder, *files):
+    folder.mkdir(parents=True)
+    return repository(folder, *files)
+
+
+ARM = """processor	: 0
+BogoMIPS	: 50.00
+CPU implementer	: {}
+CPU architecture: 8
+CPU variant	: {}
+CPU part	: {}
+CPU revision	: 1
+"""
+
+
+@pytest.mark.parametrize(
+    "cpuinfo, name",
+    [
+        ("model\t\t: 85\nmodel name\t: Intel(R) Xeon(R)\nmodel name\t: other", "Intel(R) Xeon(R)"),
+        (ARM.format("0x41", "0x0", "0xd4f"), "ARM Neoverse-V2 variant 0x0"),
+        (ARM.format("0x41", "0x3", "0xd0c") * 2, "ARM Neoverse-N1 variant 0x3"),
+        (ARM.format("0xc0", "0x0", "0xac3"), "Ampere part 0xac3 variant 0x0"),
+        (ARM.format("0x99", "0x0", "0xd0c"), "implementer 0x99 part 0xd0c variant 0x0"),
+        (
+            ARM.format("0x41", "0x0", "0xd08") + ARM.format("0x41", "0x1", "0xd0b"),
+            "ARM Cortex-A72 variant 0x0 + ARM Cortex-A76 variant 0x1",
+        ),
+        ("processor\t: 0\ncpu\t\t: POWER9, altivec\nclock: 2.3GHz", "POWER9, altivec"),
+        ("vendor_id : IBM/S390\nprocessor 0: version = FF,  machine = 8561", "IBM/S390 8561"),
+        ("Model Name\t: Loongson-3A5000", "Loongson-3A5000"),
+        ("hart\t: 0\nuarch\t: sifive,u74-mc", "sifive,u74-mc"),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_processors_of_different_kinds_have_different_names(cpuinfo, name):
+    assert provenance.cpu_model(cpuinfo) == name

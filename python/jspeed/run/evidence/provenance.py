@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.cores import cores
+from jspeed.errors import type_and_line
 from jspeed.record.schema import Devices, Git, Gpus, PlaceInPlan, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -86,21 +87,74 @@ def _version(package: str) -> str:
     return installed_version(package) or "unknown"
 
 
-def git(folder: Path = Path(__file__).parent) -> Git:
-    """Commit of the checkout around ``folder`` and whether tracked files differ from it; ``None``
-    outside one."""
-    status = _ask("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
+PACKAGE = Path(__file__).parents[2]
+
+
+def git(folder: Path = PACKAGE) -> Git:
+    """Commit that holds the Python files in ``folder``, and whether they or other tracked files
+    differ from it; ``None`` where they are in none, as in somebody's ``.venv``, or git cannot
+    tell."""
+    listed = _git(folder, "ls-files", "-v", "-z", "--", "*.py")
+    known = {each[2:]: each[0] for each in (listed or "").split("\0") if each}
+    here = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    if here and here.isdisjoint(known):
+        return {"commit": None, "dirty": None}
+    # of any other tag than H git was told not to look for changes
+    unseen = any(known.get(name) != "H" for name in here)
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": _ask("git", "rev-parse", "HEAD", cwd=folder),
-        "dirty": None if status is None else bool(status),
+        "commit": _git(folder, "rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status) or unseen,
     }
 
 
-def _ask(*words: str, cwd: Path | None = None) -> str | None:
+def why_no_commit(found: Git, folder: Path = PACKAGE) -> str | None:
+    """Return a line on why git has not told the commit of a checkout; None where it has, or
+    ``folder`` is in none of ours."""
+    if None not in found.values() or not (folder.parents[1] / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(**_call(folder, "status", "--porcelain", "--untracked-files=no"))
+        why = (done.stderr.strip().splitlines() or ["it knows none of the files"])[0]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = type_and_line(error)
+    return f"the commit of this checkout is unknown, and no record of this run will count: {why}"
+
+
+def _call(folder: Path, *words: str) -> dict[str, Any]:
+    """Arguments of ``subprocess.run`` for git in ``folder``: of the repository that lies there,
+    whatever a hook has set; and of another owner, where it is the one whose code runs here."""
+    kept = ("GIT_CONFIG", "GIT_DISCOVERY")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(kept)
+    }
+    ours = f"safe.directory={PACKAGE.resolve().parents[1]}"
+    command = ["git", "--no-optional-locks", "-c", ours, "-c", "core.fsmonitor=false", *words]
+    return {
+        "args": command,
+        "cwd": folder,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 10,
+    }
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(**_call(folder, *words))
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _ask(*words: str) -> str | None:
     """The output of a program, or None where it is missing, fails or takes longer than ten
     seconds."""
     try:
-        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -190,16 +244,51 @@ def devices() -> Devices:
     }
 
 
+# of ARM's main ID register (Linux's arch/arm64/include/asm/cputype.h): who makes a core
+ARM_MAKERS = {
+    0x41: "ARM", 0x42: "Broadcom", 0x43: "Cavium", 0x46: "Fujitsu", 0x48: "HiSilicon",
+    0x4E: "NVIDIA", 0x50: "Applied Micro", 0x51: "Qualcomm", 0x61: "Apple", 0x6D: "Microsoft",
+    0xC0: "Ampere",
+}  # fmt: skip
+ARM_CORES = {
+    "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76", "0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1",
+    "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2", "0xd84": "Neoverse-V3", "0xd8e": "Neoverse-N3",
+}  # fmt: skip
+# that cores have in /proc/cpuinfo: x86 and new kernels of ARM, POWER, LoongArch, s390, MIPS; RISC-V
+CPU_NAMES = ("model name", "cpu", "cpu model", "uarch")
+
+
 def _cpu_name() -> str:
-    name = platform.machine()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
-        pass
-    return f"{name} ({cores()} cores)"
+        text = ""
+    name = cpu_model(text) or _ask("sysctl", "-n", "machdep.cpu.brand_string")  # macOS
+    return f"{name or platform.machine()} ({cores()} cores)"
+
+
+def cpu_model(cpuinfo: str) -> str | None:
+    """Return the name of the processor that Linux's /proc/cpuinfo describes: as it says, or of ARM,
+    which has none there, maker, part and revision of each kind of core."""
+    facts: dict[str, list[str]] = {}
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
+        if colon and value.strip():
+            facts.setdefault(name.strip().lower(), []).append(value.strip())
+    for name in CPU_NAMES:
+        for value in facts.get(name, ()):
+            if not value.isdecimal():  # a number is that of the core
+                return value
+    if (machines := facts.get("vendor_id")) and "processor 0" in facts:  # s390
+        found = re.search(r"machine = *(\w+)", facts["processor 0"][0])
+        return f"{machines[0]} {found[1] if found else ''}".strip()
+    kinds = []
+    columns = [facts.get(f"cpu {what}", []) for what in ("implementer", "part", "variant")]
+    for implementer, part, variant in zip(*columns, strict=False):
+        maker = ARM_MAKERS.get(int(implementer, 16), f"implementer {implementer}")
+        core = ARM_CORES.get(part) if maker == "ARM" else None
+        kinds.append(f"{maker} {core or f'part {part}'} variant {variant}")
+    return " + ".join(dict.fromkeys(kinds)) or None
 
 
 def checksum(state: Any) -> str:
