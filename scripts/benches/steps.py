@@ -32,8 +32,8 @@ from jspeed.sizes import flops_per_token, scored_heads
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured
-# The first loss of a new state, in ln V: from equal chances of the tokens that are scored to those of
-# the whole vocabulary, and what random weights add.
+# The first loss of a new state, in ln V: from equal chances of the tokens that are scored to those
+# of the whole vocabulary, and what random weights add.
 FIRST_LOSS = 0.9, 1.2
 
 

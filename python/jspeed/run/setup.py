@@ -251,14 +251,11 @@ def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> dict[s
 
 def settings_of(options: Options, placement: Placement, data: RunData) -> dict[str, Any]:
     """What must be equal besides the identity for several processes to make one run."""
-    device, names = (
-        placement.device,
-        ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy"),
-    )
-    how = {flag(name): getattr(options, name) for name in (*names, "resume")} | {
-        "jax": jax.__version__
-    }
+    device = placement.device
+    names = ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy", "resume")
+    how = {flag(name): getattr(options, name) for name in names}
     how |= {
+        "jax": jax.__version__,
         "mesh": dict(placement.mesh.shape),
         "--attention": device.attention,
         "attention backends": device.fallbacks,
@@ -379,9 +376,8 @@ def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console:
     """Print how the compiled steps take less memory than the opening says, and which known faults
     they meet."""
     if program.parts != checked.placement.parts:
-        output.notes(
-            console, f"{output.by_stage(program.parts)} micro-batches, which fit in memory"
-        )
+        fewer = f"{output.by_stage(program.parts)} micro-batches, which fit in memory"
+        output.notes(console, fewer)
     fallbacks = memory_notes(
         recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
     )
@@ -423,9 +419,8 @@ def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
     has."""
     params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
-    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(
-        without_lazy(recipe, params)
-    )
+    init = jax.jit(recipe.optimizer().init, out_shardings=shardings)
+    optimizer = init(without_lazy(recipe, params))
     return state | {"params": params, "optimizer": optimizer}
 
 
