@@ -1,9 +1,8 @@
-"""What the token loader can do: mixtures, shuffled shards, packed documents, loss masks, and
-resuming mid-stream.
+"""What the token loader can do: packed documents, resuming mid-stream, and shuffled blocks.
 
     python examples/loader.py [FOLDER]
 
-Without a folder, three small data sets are made in a temporary one. docs/api.md has the reference.
+Without a folder, a small data set is made in a temporary one. docs/api.md has the reference.
 """
 
 import sys
@@ -18,60 +17,47 @@ from jspeed.data import Shuffle, TokenLoader, find_split
 BOS = 256  # of the tokenizer "bytes"
 
 
-def make(folder: Path) -> list[Path]:
-    """Write two data sets of byte tokens: short documents of letters, and longer ones of digits."""
-    made = []
-    for name, document in (("letters", "abc " * 20), ("digits", "0123456789 " * 30)):
-        texts = folder / f"{name}_texts"
-        texts.mkdir()
-        for number in range(400):
-            (texts / f"{number:03d}.txt").write_text(f"{name} {number} {document}")
-        made.append(
-            prepare_text(
-                [texts], folder / name, Tokenising("bytes", shard_tokens=10_000, processes=1)
-            )
-        )
-    return made
+def make(folder: Path) -> Path:
+    """Write shards of byte tokens: short documents."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(400):
+        (texts / f"{number:03d}.txt").write_text(f"{number} {'abc ' * (number % 40)}")
+    return prepare_text(
+        [texts], folder / "shards", Tokenising("bytes", shard_tokens=10_000, processes=1)
+    )
 
 
 def main(folder: Path) -> None:
-    """Read a mixture of two sets, 7 lanes (rows of a batch) of letters to 3 of digits."""
-    letters, digits = (find_split(path, "train") for path in make(folder))
+    """Read documents, resume, and read the same shards in blocks."""
+    shards = find_split(make(folder), "train")
     options = {
-        "lanes": 10,
+        "lanes": 10,  # rows of a batch
         "lane_len": 256,
         # a lane is packed with documents; each starts at its BOS token and is cut after max_doc_len
         "align": "bos",
         "bos_id": BOS,
         "max_doc_len": 200,
-        "max_docs": 16,  # makes num_docs and doc_offsets
-        "loss_mask": True,
-        # whole shards in a random order; their documents keep theirs
-        "shuffle": Shuffle(seed=1, unit="shard"),
-        "backend": "pread",  # where another process may truncate shards while they are read
+        "max_docs": 64,  # makes num_docs and doc_offsets
     }
-    mixture = [(letters, 7), (digits, 3)]
-    with TokenLoader(mixture, **options) as loader:
+    with TokenLoader(shards, **options) as loader:
         batch = next(loader)
-        print(
-            f"batch {batch.step}: {batch.inputs.shape} tokens, documents per lane"
-            f" {batch.num_docs.tolist()}"
-        )
+        counts = batch.num_docs.tolist()
+        print(f"batch {batch.step}: {batch.inputs.shape} tokens, documents per lane {counts}")
         first = batch.doc_offsets[0, : batch.num_docs[0] + 1]
         print(f"lane 0 has documents at {first[:-1].tolist()} of {first[-1]} tokens")
-        weights = batch.loss_mask.astype(np.float32)  # a recipe's loss weights
-        print(
-            f"{int(batch.loss_mask.size - weights.sum())} targets follow a cut document and have no"
-            " weight"
-        )
-        share = (batch.inputs[:, 1] == ord("d")).mean()
-        print(f"{share:.0%} of the lanes come from digits")
         state = loader.state_dict()  # integers and strings, ready for JSON
         wanted = next(loader).tokens
-        with TokenLoader(mixture, **options) as resumed:
+        with TokenLoader(shards, **options) as resumed:
             resumed.load_state_dict(state)
             assert np.array_equal(next(resumed).tokens, wanted)
         print(f"resumed at step {state['step']} with the same tokens")
+    windows = []
+    for shuffle in (None, Shuffle(seed=1)):
+        with TokenLoader(shards, lanes=10, lane_len=150, shuffle=shuffle) as loader:
+            windows.append([bytes(row) for _ in range(5) for row in next(loader).tokens])
+    both = set(windows[0]) & set(windows[1])
+    print(f"blocks in a random order: {len(both)} of the first 50 are so in the files")
 
 
 if __name__ == "__main__":

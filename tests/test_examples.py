@@ -112,19 +112,16 @@ def test_two_processes_are_one_of_eight_devices(tmp_path):
 
 
 def test_loader(tmp_path):
-    """Lanes 7:3, documents where the tables say, masked targets, and the same tokens after
-    resuming."""
+    """Documents where the tables say, blocks in another order, the same tokens after resuming."""
     done = run(tmp_path, EXAMPLES / "loader.py", tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("batch 0: (10, 256) tokens, documents per lane [")
-    assert lines[1].startswith("lane 0 has documents at [0, ") and lines[1].endswith(
-        "of 256 tokens"
-    )
-    assert int(lines[2].split()[0]) > 0
-    assert lines[3:] == [
-        "30% of the lanes come from digits",
+    first, last = "lane 0 has documents at [0, ", "of 256 tokens"
+    assert lines[1].startswith(first) and lines[1].endswith(last)
+    assert lines[2:] == [
         "resumed at step 1 with the same tokens",
+        "blocks in a random order: 15 of the first 50 are so in the files",
     ]
 
 

@@ -106,18 +106,11 @@ class Batch:
     def num_docs(self) -> NDArray[np.int32] | None:
         """(local_lanes,) int32: documents in each lane. None when ``max_docs`` was not given."""
     @property
-    def loss_mask(self) -> NDArray[np.bool_] | None:
-        """(local_lanes, lane_len) bool: False where the target is the start of the next document
-        instead of the token that follows.
-
-        None when ``loss_mask`` was not given.
-        """
-    @property
     def step(self) -> int:
         """Index of this batch in the stream, from 0."""
     @property
     def epoch(self) -> int:
-        """Pass over the data, from 0; of a mixture, the least of its sources."""
+        """Pass over the data, from 0."""
     @property
     def dropped_tokens(self) -> int:
         """Tokens that were passed over since the batch before and that no lane of any process
@@ -132,10 +125,7 @@ class TokenLoader:
     of the same global batches.
 
     Args:
-        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a
-            whole number: each set fills a share of the lanes proportional to its weight, evenly
-            interleaved; within a set, lanes follow its own order. The stream ends when the first
-            set ends.
+        shards: What :func:`jspeed.data.open_shards` returned.
         lanes: Lanes of the global batch; a multiple of ``process_count``.
         lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
         align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its
@@ -150,11 +140,9 @@ class TokenLoader:
             the arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
         process_count: How many processes share the global batch.
-        shuffle: Take shards, blocks or windows in a seeded random order.
+        shuffle: Take blocks or windows in a seeded random order.
         epochs: Passes over the data, after which the stream ends; None for no end.
         vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
-        loss_mask: Make a mask of targets that do not follow their input in the text; needs
-            ``align="bos"``.
         prefetch: Batches made ahead by the thread, by default one in use and one ready; 0 makes
             each when it is asked for.
         backend: ``"mmap"`` maps at most two shards. On Linux a shard that another process truncates
@@ -168,7 +156,7 @@ class TokenLoader:
 
     def __new__(
         cls,
-        shards: Shards | Sequence[tuple[Shards, int]],
+        shards: Shards,
         *,
         lanes: int = 8,
         lane_len: int | None = None,
@@ -182,7 +170,6 @@ class TokenLoader:
         shuffle: Shuffle | None = None,
         epochs: int | None = 1,
         vocab_size: int | None = None,
-        loss_mask: bool = False,
         prefetch: int = 2,
         backend: Literal["mmap", "pread"] = "mmap",
     ) -> Self: ...
@@ -212,7 +199,7 @@ class TokenLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of ``state``.
 
-        Process count and index, prefetch, backend, epochs, max_docs, loss_mask and vocab_size may
+        Process count and index, prefetch, backend, epochs, max_docs and vocab_size may
         differ from when it was saved.
 
         Raises:

@@ -27,7 +27,6 @@ from .oracle import stream
 
 BOS = 0
 few = settings(max_examples=60, deadline=None)
-aligns = st.sampled_from(["bos", None])
 backends = st.sampled_from(["mmap", "pread"])
 
 
@@ -77,7 +76,7 @@ short = st.integers(1, 12)
 @st.composite
 def streams(draw, order=None, lanes=None):
     """Shards, stages and the loader's arguments of one of the three orders."""
-    order = order or draw(st.sampled_from(["bos", "contiguous", "shuffled", "shards"]))
+    order = order or draw(st.sampled_from(["bos", "contiguous", "shuffled"]))
     lanes = lanes or draw(st.integers(1, 4))
     cut = st.none() | short if order == "bos" else st.none()
     length = st.sampled_from([1, 2, 3, 6]) if order == "shuffled" else short
@@ -90,11 +89,6 @@ def streams(draw, order=None, lanes=None):
     arguments = {"lanes": lanes, "schedule": stages, "bos_id": BOS, "align": align}
     if order == "shuffled":
         arguments["shuffle"] = Shuffle(draw(st.integers(0, 99)), 6)
-    if order == "shards":
-        arguments |= {
-            "shuffle": Shuffle(draw(st.integers(0, 99)), unit="shard"),
-            "align": draw(aligns),
-        }
     return draw(st.permutations(shards)), arguments
 
 
@@ -273,12 +267,11 @@ BAD = {
     "prefetch should be": {"prefetch": -1},
     "unit=.block.. needs align=None": {"shuffle": Shuffle()},
     "unit of Shuffle should be": {"shuffle": Shuffle(0, unit="lane")},
-    "block_tokens=7 beside unit=.shard": {"shuffle": Shuffle(0, 7, "shard")},
+    "unit of Shuffle should be .*shard": {"shuffle": Shuffle(0, unit="shard")},
     "block_tokens=7 beside unit=.window": {"shuffle": Shuffle(0, 7, "window")},
     "unit=.window.. needs align=None": {"shuffle": Shuffle(0, unit="window")},
     "random windows are drawn without end": {"shuffle": Shuffle(0, unit="window"), "align": None},
     'backend should be "mmap" or "pread" but is "read"': {"backend": "read"},
-    "loss_mask needs align=": {"loss_mask": True, "align": None},
     "block_tokens=7 is not a multiple of lane_len=4": {"shuffle": Shuffle(0, 7), "align": None},
     "seed of Shuffle should be": {"shuffle": Shuffle(-1), "align": None},
     "schedule has no stage": {"lane_len": None, "schedule": []},

@@ -49,8 +49,8 @@ impl Array {
         let start = bytes.as_ptr().cast_mut().cast();
         // A length in memory always fits.
         let len = isize::try_from(bytes.len()).unwrap_or(isize::MAX);
-        // SAFETY: the interpreter passes a valid view or null, which is refused. The view owns a reference to the
-        // frozen object, which owns the memory that it shows, read-only.
+        // SAFETY: the interpreter passes a valid view or null, which is refused. The view owns a
+        // reference to the frozen object, which owns the memory that it shows, read-only.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 1, flags) };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

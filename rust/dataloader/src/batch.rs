@@ -62,13 +62,6 @@ impl Batch {
     }
 
     #[getter]
-    fn loss_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Shape { rows, lane_len, loss_mask, .. } = self.inner.shape();
-        let array = || numpy(py, &self.inner, core::Batch::loss_mask, "?", &[rows, lane_len]);
-        loss_mask.then(array).transpose()
-    }
-
-    #[getter]
     fn step(&self) -> u64 {
         self.inner.step
     }

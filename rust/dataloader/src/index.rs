@@ -5,8 +5,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::available_parallelism;
 
 use jspeed_dataloader_core as core;
+use jspeed_dataloader_core::Tokens;
 use jspeed_dataloader_core::bytes_of;
-use jspeed_dataloader_core::scan::Tokens;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
@@ -129,7 +129,15 @@ impl ContextIndex {
 
     /// A fork while the index was written to left the lock taken, and the index half written.
     fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        core::check_process("index", self.made_in).map_err(|error| raise(py, &error))
+        let (here, made_in) = (process::id(), self.made_in);
+        if made_in == here {
+            return Ok(());
+        }
+        let message = format!(
+            "this index was made in process {made_in} and cannot be used in its fork {here}, \
+             which may have half of it; make the index in the child or start the child with spawn"
+        );
+        Err(raise(py, &core::Error::new(core::Kind::Forked, message)))
     }
 }
 
@@ -166,9 +174,9 @@ impl Rows {
                 return Err(raise(
                     py,
                     &core::Error::argument(format!(
-                        "rows should be an array [rows, tokens] of uint16 or uint32, but its shape \
-                         is {shape:?} and its type {dtype}; give it the tokens of a batch, as the \
-                         loader has them"
+                        "rows should be an array [rows, tokens] of uint16 or uint32, but its \
+                         shape is {shape:?} and its type {dtype}; give it the tokens of a batch, \
+                         as the loader has them"
                     )),
                 ));
             }

@@ -16,20 +16,20 @@ mod shards;
 /// Build the exception of `jspeed.data.errors` that stands for `error`.
 fn raise(py: Python<'_>, error: &core::Error) -> PyErr {
     use core::Kind;
-    let name = match error.kind {
-        Kind::Argument => "BadInput",
-        Kind::Io => "ShardError",
-        Kind::Format => "ShardFormatError",
-        Kind::Changed => "ShardTruncatedError",
-        Kind::TokenRange => "TokenRangeError",
-        Kind::DocOverflow => "DocOverflowError",
-        Kind::State => "StateMismatchError",
-        Kind::Forked => "LoaderForkedError",
+    let (name, how) = match error.kind {
+        Kind::Io => ("ShardError", ", or make shards with `jspeed prepare text FILES --out DIR`"),
+        Kind::Format => ("ShardFormatError", " with `jspeed prepare`"),
+        Kind::Changed => ("ShardTruncatedError", ""),
+        Kind::TokenRange => ("TokenRangeError", ""),
+        Kind::DocOverflow => ("DocOverflowError", ""),
+        Kind::State => ("StateMismatchError", ""),
+        Kind::Forked => ("LoaderForkedError", ""),
+        _ => ("BadInput", ""),
     };
     let made = py
         .import("jspeed.data.errors")
         .and_then(|module| module.getattr(name))
-        .and_then(|class| class.call1((error.to_string(),)));
+        .and_then(|class| class.call1((format!("{error}{how}"),)));
     made.map_or_else(|failed| failed, PyErr::from_value)
 }
 
@@ -45,8 +45,8 @@ fn detached<T: Send>(
 #[pyfunction]
 #[pyo3(signature = (tokens, wide=false))]
 fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
-    let width = if wide { core::header::Width::Four } else { core::header::Width::Two };
-    PyBytes::new(py, &core::header::encode(tokens, width))
+    let width = if wide { core::Width::Four } else { core::Width::Two };
+    PyBytes::new(py, &core::encode_header(tokens, width))
 }
 
 /// Which token is never written directly after which other one, as bits; see the stubs.
@@ -63,7 +63,7 @@ fn canonical_mask(
 #[pymodule(gil_used = false)]
 mod _dataloader {
     #[pymodule_export]
-    const HEADER_BYTES: usize = super::core::header::BYTES;
+    const HEADER_BYTES: usize = super::core::HEADER_BYTES;
     #[pymodule_export]
     use super::batch::Batch;
     #[pymodule_export]

@@ -29,8 +29,7 @@ impl TokenLoader {
         signature = (
             shards, *, lanes = 8, lane_len = None, align = None, max_doc_len = None,
             max_docs = None, bos_id = 50256, schedule = None, process_index = 0, process_count = 1,
-            shuffle = None, epochs = 1, vocab_size = None, loss_mask = false,
-            prefetch = 2, backend = "mmap"
+            shuffle = None, epochs = 1, vocab_size = None, prefetch = 2, backend = "mmap"
         )
     )]
     #[allow(
@@ -52,35 +51,31 @@ impl TokenLoader {
         shuffle: Option<Shuffle>,
         epochs: Option<i64>,
         vocab_size: Option<i64>,
-        loss_mask: bool,
         prefetch: i64,
         backend: &str,
     ) -> PyResult<Self> {
-        let sources = sources(shards)?;
+        let catalog = catalog(shards)?;
         let config = || {
-            let mut config = core::Config {
-                lanes: in_range("lanes", lanes, 1, MOST)?,
-                order: core::Order::plain(align)?,
-                shard_seed: None,
-                bos_id: in_range("bos_id", bos_id, 0, sources.width().largest().into())?,
-                stages: stages(schedule, lane_len, max_doc_len, max_docs)?,
-                process_count: in_range("process_count", process_count, 1, MOST)?,
-                process_index: in_range("process_index", process_index, 0, process_count - 1)?,
-                epochs: epochs.map(|epochs| in_range("epochs", epochs, 1, i64::MAX)).transpose()?,
-                vocab_size: vocab_size
-                    .map(|size| in_range("vocab_size", size, 1, u32::MAX.into()))
-                    .transpose()?,
-                loss_mask,
-                prefetch: in_range("prefetch", prefetch, 0, MOST)?,
-                backend: core::Backend::named(backend)?,
-            };
+            let stages = stages(schedule, lane_len, max_doc_len, max_docs)?;
+            let lanes = in_range("lanes", lanes, 1, MOST)?;
+            let mut config = core::Config::new(lanes, core::Order::plain(align)?, stages);
+            config.bos_id = in_range("bos_id", bos_id, 0, catalog.width().largest().into())?;
+            config.process_count = in_range("process_count", process_count, 1, MOST)?;
+            config.process_index = in_range("process_index", process_index, 0, process_count - 1)?;
+            config.epochs =
+                epochs.map(|epochs| in_range("epochs", epochs, 1, i64::MAX)).transpose()?;
+            config.vocab_size = vocab_size
+                .map(|size| in_range("vocab_size", size, 1, u32::MAX.into()))
+                .transpose()?;
+            config.prefetch = in_range("prefetch", prefetch, 0, MOST)?;
+            config.backend = core::Backend::named(backend)?;
             if let Some(Shuffle { seed, block_tokens, unit }) = shuffle {
                 config.shuffle(seed, &unit, block_tokens)?;
             }
             Ok(config)
         };
         let config = config().map_err(|error| raise(py, &error))?;
-        let loader = detached(py, || core::Loader::new(sources, config))?;
+        let loader = detached(py, || core::Loader::new(catalog, config))?;
         Ok(Self { loader })
     }
 
@@ -96,7 +91,7 @@ impl TokenLoader {
                 signals.is_ok()
             })
         };
-        let next = detached(py, || self.loader.next(go_on));
+        let next = detached(py, || self.loader.next_batch(go_on));
         signals?;
         next?
             .map(|batch| Batch { inner: Arc::new(batch) })
@@ -203,8 +198,8 @@ fn stages(
     };
     if lane_len.or(max_doc_len).or(max_docs).is_some() {
         return Err(core::Error::argument(
-            "lane_len, max_doc_len and max_docs belong to the stages when there is a schedule, but were given beside \
-             it; give them in one place",
+            "lane_len, max_doc_len and max_docs belong to the stages when there is a schedule, \
+             but were given beside it; give them in one place",
         ));
     }
     let stage = |stage: Stage| {
@@ -213,26 +208,21 @@ fn stages(
     schedule.into_iter().map(stage).collect()
 }
 
-/// One set of shards, or pairs of a set and its weight.
-fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
-    let py = given.py();
-    let pairs: Vec<(Bound<'_, Shards>, i64)> = match given.cast::<Shards>() {
-        Ok(shards) => vec![(shards.clone(), 1)],
-        Err(_) => given.extract().map_err(|_| {
-            let found = given.get_type();
-            let message = format!(
-                "the first argument of TokenLoader should be the shards that open_shards returned, or pairs of shards \
-                 and a whole-number weight, but is {found}; call open_shards first"
-            );
-            raise(py, &core::Error::argument(message))
-        })?,
+/// The shards that `open_shards` returned.
+fn catalog(given: &Bound<'_, PyAny>) -> PyResult<Arc<core::Catalog>> {
+    let Ok(shards) = given.cast::<Shards>() else {
+        let message = format!(
+            "the first argument of TokenLoader should be the shards that open_shards returned, \
+             but is {}; call open_shards first",
+            given.get_type()
+        );
+        return Err(raise(given.py(), &core::Error::argument(message)));
     };
-    let pairs =
-        pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
-    core::Sources::new(pairs.collect()).map_err(|error| raise(py, &error))
+    Ok(Arc::clone(&shards.get().catalog))
 }
 
-/// A value that is neither an integer nor a string keeps its repr, which no field of a state equals.
+/// A value that is neither an integer nor a string keeps its repr, which no field of a state
+/// equals.
 fn field(value: &Bound<'_, PyAny>) -> PyResult<core::Value> {
     if let Ok(number) = value.extract::<i64>() {
         return Ok(core::Value::Int(number));

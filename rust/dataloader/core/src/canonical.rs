@@ -1,15 +1,18 @@
 //! Which token GPT-2's tokenizer can never write directly after which other one.
 //!
-//! Byte-pair encoding applies its merges in the order of their ranks, so that a token is a tree of merges, and the
-//! rank of a merge is the id of the token that it makes. Two tokens are never neighbours when encoding their text would
-//! merge across the border between them: when, at the time of some rule (a, b), the last piece of the first token is a
-//! and the first piece of the second is b. The last pieces that a token ever has are those down the right edge of its
-//! tree, each until the merge above it; the first pieces are those down the left edge. A border at which the
-//! pretokenizer may cut says nothing, but for one after a token that ends inside a character: like record 91, this
-//! takes such a border for one without a cut. A text of rare spaces or signs may be written in a pair that is ruled out.
+//! Byte-pair encoding applies its merges in the order of their ranks, so that a token is a tree of
+//! merges, and the rank of a merge is the id of the token that it makes. Two tokens are never
+//! neighbours when encoding their text would merge across the border between them: when, at the
+//! time of some rule (a, b), the last piece of the first token is a and the first piece of the
+//! second is b. The last pieces that a token ever has are those down the right edge of its
+//! tree, each until the merge above it; the first pieces are those down the left edge. A border at
+//! which the pretokenizer may cut says nothing, but for one after a token that ends inside a
+//! character: like record 91, this takes such a border for one without a cut. A text of rare spaces
+//! or signs may be written in a pair that is ruled out.
 //!
-//! In an order of tokens in which each is followed by the trees that begin with it, latest merge first, the tokens
-//! whose first piece is b at the time of a rule are neighbours: a rule is one range of that order.
+//! In an order of tokens in which each is followed by the trees that begin with it, latest merge
+//! first, the tokens whose first piece is b at the time of a rule are neighbours: a rule is one
+//! range of that order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +25,8 @@ use crate::Error;
 /// The pretokenizer makes words of these, whatever follows.
 const CONTRACTIONS: [&[u8]; 7] = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"];
 
-/// What GPT-2's pretokenizer takes a character for; inside, where a token does not begin or end with a whole one.
+/// What GPT-2's pretokenizer takes a character for; inside, where a token does not begin or end
+/// with a whole one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Space,
@@ -32,18 +36,22 @@ enum Kind {
     Inside,
 }
 
-/// The mask of a vocabulary: bit x of row p is set where token x is never written directly after token p, whatever
-/// surrounds them. Rows of `size` bits, the least significant one first, one after the other.
+/// The mask of a vocabulary: bit x of row p is set where token x is never written directly after
+/// token p, whatever surrounds them. Rows of `size` bits, the least significant one first, one
+/// after the other.
 ///
-/// `tokens` are the byte pairs of a tokenizer with GPT-2's pretokenizer, by id: single bytes, and merges in the order
-/// of their ranks. An empty one stands for a special token, of which nothing is said, nor of ids from `tokens.len()` on.
+/// `tokens` are the byte pairs of a tokenizer with GPT-2's pretokenizer, by id: single bytes, and
+/// merges in the order of their ranks. An empty one stands for a special token, of which nothing is
+/// said, nor of ids from `tokens.len()` on.
 ///
 /// # Errors
-/// `size` is not a multiple of 8 or has no room for all tokens; a token is not made of two earlier ones.
+/// `size` is not a multiple of 8 or has no room for all tokens; a token is not made of two earlier
+/// ones.
 pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize) -> Result<Vec<u8>, Error> {
     if size < tokens.len() || size % 8 != 0 {
         return Err(Error::argument(format!(
-            "a mask of {} tokens in {size} columns; expected as many columns as tokens or more, a multiple of 8",
+            "a mask of {} tokens in {size} columns; expected as many columns as tokens or more, a \
+             multiple of 8",
             tokens.len()
         )));
     }
@@ -76,7 +84,8 @@ struct Vocabulary {
     ranges: Vec<Range<usize>>,
     /// All tokens that begin with a whole character, with its kind.
     order: Vec<(Id, Kind)>,
-    /// The kind of each token's last character; None where a contraction ends, after which anything can follow.
+    /// The kind of each token's last character; None where a contraction ends, after which
+    /// anything can follow.
     ends: Vec<Option<Kind>>,
 }
 
@@ -145,7 +154,8 @@ impl Vocabulary {
     }
 }
 
-/// Whether the pretokenizer cuts between two such characters of some text: within spaces, and in contractions.
+/// Whether the pretokenizer cuts between two such characters of some text: within spaces, and in
+/// contractions.
 fn may_part(end: Kind, start: Kind) -> bool {
     matches!((end, start), (Kind::Space, Kind::Space) | (Kind::Other, Kind::Letter))
 }
@@ -157,7 +167,8 @@ struct Merges {
 }
 
 impl Merges {
-    /// Also return what each token is merged from, found by encoding its bytes with the rules before it.
+    /// Also return what each token is merged from, found by encoding its bytes with the rules
+    /// before it.
     fn learn(tokens: &[impl AsRef<[u8]>]) -> Result<(Self, Vec<Parts>), Error> {
         let mut merges = Self { bytes: [None; 256], ranks: HashMap::with_capacity(tokens.len()) };
         for (id, token) in tokens.iter().enumerate() {
@@ -188,7 +199,8 @@ impl Merges {
         Ok((merges, parts))
     }
 
-    /// A word after all merges, that of the lowest rank first, of equal ones the first; None where a byte is no token.
+    /// A word after all merges, that of the lowest rank first, of equal ones the first; None where
+    /// a byte is no token.
     fn encode(&self, word: &[u8]) -> Option<Vec<Id>> {
         let mut pieces: Vec<Id> =
             word.iter().map(|&byte| self.bytes[usize::from(byte)]).collect::<Option<_>>()?;

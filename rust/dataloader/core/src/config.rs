@@ -1,9 +1,8 @@
-//! The configuration of a stream: what the caller asks for, and whether it fits together and its shards.
+//! The configuration of a stream: what the caller asks for, and whether it fits together and its
+//! shards.
 
-use crate::catalog::Catalog;
 use crate::error::{Error, in_range};
-use crate::shuffle::Permutation;
-use crate::sources::Sources;
+use crate::shard::Catalog;
 
 /// The largest number of lanes, tokens of a block and other counts that the caller may ask for.
 pub const MOST: i64 = i32::MAX as i64;
@@ -46,13 +45,14 @@ impl Stage {
 
 /// The order in which tokens fill lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Order {
     /// Lanes are packed with documents, each from its first token.
     Documents,
     /// Lanes are consecutive windows of a shard.
     Contiguous,
     /// Lanes are windows of blocks in a pseudo-random order.
-    Shuffled {
+    Blocks {
         /// Seed of the permutation.
         seed: u64,
         /// Tokens of a block.
@@ -82,12 +82,13 @@ impl Order {
 
     /// Whether it takes tokens of all shards at once, not of one after the other.
     pub fn mixes_shards(self) -> bool {
-        matches!(self, Self::Shuffled { .. } | Self::Windows { .. })
+        matches!(self, Self::Blocks { .. } | Self::Windows { .. })
     }
 }
 
 /// How shards are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backend {
     /// Mapped, with `pread` where the kernel lacks what that needs.
     Map,
@@ -113,18 +114,17 @@ impl Backend {
 
 /// What a stream is made of, besides its shards.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Config {
     /// Lanes of the global batch.
     pub lanes: usize,
     /// The order in which tokens fill lanes.
     pub order: Order,
-    /// Seed of the shard order; `None` keeps file-name order.
-    pub shard_seed: Option<u64>,
-    /// The token that starts a document.
+    /// The token that starts a document; by default GPT-2's <|endoftext|>.
     pub bos_id: u32,
     /// At least one stage.
     pub stages: Vec<Stage>,
-    /// Which process this is.
+    /// Which process this is, from 0.
     pub process_index: usize,
     /// How many processes share the batch.
     pub process_count: usize,
@@ -132,8 +132,6 @@ pub struct Config {
     pub epochs: Option<u64>,
     /// Ids at or above this are an error.
     pub vocab_size: Option<u32>,
-    /// Whether batches have a mask of targets that do not follow their input.
-    pub loss_mask: bool,
     /// Batches made ahead.
     pub prefetch: usize,
     /// How shards are read.
@@ -141,61 +139,70 @@ pub struct Config {
 }
 
 impl Config {
-    /// Shuffle by `unit`: `"block"` of `block_tokens` (`None`: the fewest that fit every stage), `"shard"` or
+    /// One epoch of `lanes` lanes in this order, in one process that prefetches two batches from
+    /// mapped shards; the fields are there to be changed.
+    pub fn new(lanes: usize, order: Order, stages: Vec<Stage>) -> Self {
+        Self {
+            lanes,
+            order,
+            bos_id: 50_256,
+            stages,
+            process_index: 0,
+            process_count: 1,
+            epochs: Some(1),
+            vocab_size: None,
+            prefetch: 2,
+            backend: Backend::Map,
+        }
+    }
+
+    /// Shuffle by `unit`: `"block"` of `block_tokens` (`None`: the fewest that fit every stage), or
     /// `"window"`.
     ///
     /// # Errors
     /// An unknown unit, or one that contradicts the order or another argument.
-    pub fn shuffle(
-        &mut self,
-        seed: i64,
-        unit: &str,
-        block_tokens: Option<i64>,
-    ) -> Result<(), Error> {
+    pub fn shuffle(&mut self, seed: i64, unit: &str, block: Option<i64>) -> Result<(), Error> {
         let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
-        let documents = self.order == Order::Documents;
-        match (unit, block_tokens) {
-            ("shard" | "window", Some(block)) => {
-                return Err(Error::argument(format!(
-                    "Shuffle has block_tokens={block} beside unit=\"{unit}\", which takes no blocks; drop one of the two"
-                )));
-            }
-            ("block" | "window", _) if documents => {
-                return Err(Error::argument(format!(
-                    "Shuffle(unit=\"{unit}\") needs align=None but align is \"bos\", which starts lanes at documents; use \
-                     unit=\"shard\" or drop one of the two"
-                )));
-            }
-            ("shard", None) => self.shard_seed = Some(seed),
-            ("block", block) => {
-                let lane_lens = self.stages.iter().map(|stage| stage.lane_len);
-                let block_tokens = match block {
-                    Some(block) => in_range("block_tokens", block, 1, MOST)?,
-                    None => lane_lens.clone().fold(1, least_common_multiple),
-                };
-                if let Some(lane_len) =
-                    lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0)
-                {
-                    return Err(Error::argument(format!(
-                        "block_tokens={block_tokens} is not a multiple of lane_len={lane_len}; choose block_tokens as \
-                         a multiple of the lane_len of every stage"
-                    )));
-                }
-                self.order = Order::Shuffled { seed, block_tokens };
-            }
-            ("window", None) if self.epochs.is_some() => {
+        if !["block", "window"].contains(&unit) {
+            return Err(Error::argument(format!(
+                "the unit of Shuffle should be \"block\" or \"window\" but is \"{unit}\"; choose \
+                 one of them"
+            )));
+        }
+        if let ("window", Some(block)) = (unit, block) {
+            return Err(Error::argument(format!(
+                "Shuffle has block_tokens={block} beside unit=\"window\", which takes no blocks; \
+                 drop one of the two"
+            )));
+        }
+        if self.order == Order::Documents {
+            return Err(Error::argument(format!(
+                "Shuffle(unit=\"{unit}\") needs align=None but align is \"bos\", which starts \
+                 lanes at documents; drop one of the two"
+            )));
+        }
+        if unit == "window" {
+            if self.epochs.is_some() {
                 return Err(Error::argument(
-                    "random windows are drawn without end, so there are no epochs to count; give epochs=None",
+                    "random windows are drawn without end, so there are no epochs to count; give \
+                     epochs=None",
                 ));
             }
-            ("window", None) => self.order = Order::Windows { seed },
-            (other, _) => {
-                return Err(Error::argument(format!(
-                    "the unit of Shuffle should be \"block\", \"shard\" or \"window\" but is \"{other}\"; choose one \
-                     of them"
-                )));
-            }
+            self.order = Order::Windows { seed };
+            return Ok(());
         }
+        let lane_lens = self.stages.iter().map(|stage| stage.lane_len);
+        let block_tokens = match block {
+            Some(block) => in_range("block_tokens", block, 1, MOST)?,
+            None => lane_lens.clone().fold(1, least_common_multiple),
+        };
+        if let Some(lane_len) = lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0) {
+            return Err(Error::argument(format!(
+                "block_tokens={block_tokens} is not a multiple of lane_len={lane_len}; choose \
+                 block_tokens as a multiple of the lane_len of every stage"
+            )));
+        }
+        self.order = Order::Blocks { seed, block_tokens };
         Ok(())
     }
 
@@ -203,12 +210,12 @@ impl Config {
     ///
     /// # Errors
     /// What contradicts what, or a batch that no shard has enough tokens for.
-    pub fn check(&self, sources: &Sources) -> Result<(), Error> {
+    pub fn check(&self, catalog: &Catalog) -> Result<(), Error> {
         let Self { lanes, process_count, bos_id, .. } = *self;
-        if lanes % process_count != 0 {
+        if lanes == 0 || process_count == 0 || lanes % process_count != 0 {
             return Err(Error::argument(format!(
-                "lanes={lanes} cannot be shared equally by process_count={process_count} processes; choose lanes as a \
-                 multiple of process_count"
+                "lanes={lanes} cannot be shared equally by process_count={process_count} \
+                 processes; choose lanes as a multiple of process_count"
             )));
         }
         if self.stages.is_empty() {
@@ -216,38 +223,26 @@ impl Config {
                 "schedule has no stage, at least one was expected; leave it out or add one",
             ));
         }
-        if self.order != Order::Documents {
-            if self.loss_mask {
-                return Err(Error::argument(
-                    "loss_mask needs align=\"bos\" but align is None, which never cuts documents; drop one of the two",
-                ));
-            }
-            if let Some(max) = self.stages.iter().find_map(|stage| stage.max_doc_len) {
-                return Err(Error::argument(format!(
-                    "max_doc_len={max} needs align=\"bos\" but align is None, which never cuts documents; drop one of \
-                     the two"
-                )));
-            }
-        } else if let Some(size) = self.vocab_size.filter(|&size| bos_id >= size) {
+        let cut = self.stages.iter().find_map(|stage| stage.max_doc_len);
+        if let (Some(max), false) = (cut, self.order == Order::Documents) {
             return Err(Error::argument(format!(
-                "align=\"bos\" looks for bos_id={bos_id} but vocab_size={size} has ids below {size} only; give the \
-                 bos_id of this vocabulary or align=None"
+                "max_doc_len={max} needs align=\"bos\" but align is None, which never cuts \
+                 documents; drop one of the two"
             )));
         }
-        let total: u64 = sources.weights().sum();
-        for (catalog, weight) in sources.catalogs().zip(sources.weights()) {
-            // The most that a batch takes of this source is at least its share.
-            let share = (lanes as u128 * u128::from(weight)).div_ceil(u128::from(total));
-            let share = usize::try_from(share).unwrap_or(usize::MAX);
-            for stage in &self.stages {
-                self.check_fit(catalog, share, stage.lane_len)?;
-            }
+        let outside = self.vocab_size.filter(|&size| bos_id >= size);
+        if let (Some(size), Order::Documents) = (outside, self.order) {
+            return Err(Error::argument(format!(
+                "align=\"bos\" looks for bos_id={bos_id} but vocab_size={size} has ids below \
+                 {size} only; give the bos_id of this vocabulary or align=None"
+            )));
         }
-        Ok(())
+        self.stages.iter().try_for_each(|stage| self.check_fit(catalog, stage.lane_len))
     }
 
-    fn check_fit(&self, catalog: &Catalog, lanes: usize, lane_len: usize) -> Result<(), Error> {
-        let largest = catalog.shards().iter().map(|shard| shard.tokens).max().unwrap_or_default();
+    fn check_fit(&self, catalog: &Catalog, lane_len: usize) -> Result<(), Error> {
+        let (lanes, shards) = (self.lanes, catalog.shards());
+        let largest = shards.iter().map(|shard| shard.tokens).max().unwrap_or_default();
         let in_one_shard = "tokens in one shard";
         let (have, need, unit) = match self.order {
             Order::Documents => (largest, lanes.saturating_mul(lane_len + 1), in_one_shard),
@@ -255,21 +250,18 @@ impl Config {
                 (largest, lanes.saturating_mul(lane_len).saturating_add(1), in_one_shard)
             }
             Order::Windows { .. } => (largest, lane_len + 1, in_one_shard),
-            Order::Shuffled { block_tokens, .. } => {
-                let blocks: usize =
-                    catalog.shards().iter().map(|s| whole_blocks(s.tokens, block_tokens)).sum();
-                (
-                    blocks.saturating_mul(block_tokens / lane_len),
-                    lanes,
-                    "lane windows in whole blocks",
-                )
+            Order::Blocks { block_tokens, .. } => {
+                let blocks = shards.iter().map(|shard| whole_blocks(shard.tokens, block_tokens));
+                let windows = blocks.sum::<usize>().saturating_mul(block_tokens / lane_len);
+                (windows, lanes, "lane windows in whole blocks")
             }
         };
         if have < need {
             return Err(Error::argument(format!(
-                "a batch of lanes={lanes} x lane_len={lane_len} needs {need} {unit} but there are {have} at most \
-                 (shards from {}); use fewer lanes, a shorter lane_len or larger shards",
-                catalog.shards()[0].path.display()
+                "a batch of lanes={lanes} x lane_len={lane_len} needs {need} {unit} but there are \
+                 {have} at most (shards from {}); use fewer lanes, a shorter lane_len or larger \
+                 shards",
+                shards[0].path.display()
             )));
         }
         Ok(())
@@ -288,16 +280,6 @@ impl Config {
             end = stage.steps.map_or(u64::MAX, |steps| end.saturating_add(steps));
             step < end
         })
-    }
-
-    /// The shard that is the `position`th of an epoch.
-    ///
-    /// # Panics
-    /// When `position` is not below the number of shards.
-    pub fn shard_at(&self, catalog: &Catalog, epoch: u64, position: usize) -> usize {
-        let Some(seed) = self.shard_seed else { return position };
-        let order = Permutation::new(catalog.shards().len() as u64, seed, epoch);
-        usize::try_from(order.at(position as u64)).unwrap_or(usize::MAX)
     }
 }
 
@@ -321,20 +303,9 @@ mod tests {
     fn config(steps: &[Option<u64>], lane_lens: &[usize]) -> Config {
         let stage =
             |(&steps, &lane_len)| Stage { steps, lane_len, max_doc_len: None, max_docs: None };
-        Config {
-            lanes: 8,
-            order: Order::Contiguous,
-            shard_seed: None,
-            bos_id: 0,
-            stages: steps.iter().zip(lane_lens).map(stage).collect(),
-            process_index: 3,
-            process_count: 4,
-            epochs: None,
-            vocab_size: None,
-            loss_mask: false,
-            prefetch: 0,
-            backend: Backend::Map,
-        }
+        let stages = steps.iter().zip(lane_lens).map(stage).collect();
+        let made = Config::new(8, Order::Contiguous, stages);
+        Config { process_index: 3, process_count: 4, ..made }
     }
 
     #[test]
@@ -354,6 +325,6 @@ mod tests {
     fn the_smallest_block_fits_every_stage() {
         let mut made = config(&[Some(1); 3], &[16_384, 32_768, 49_152]);
         made.shuffle(5, "block", None).unwrap();
-        assert_eq!(made.order, Order::Shuffled { seed: 5, block_tokens: 98_304 });
+        assert_eq!(made.order, Order::Blocks { seed: 5, block_tokens: 98_304 });
     }
 }

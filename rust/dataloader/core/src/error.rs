@@ -1,10 +1,12 @@
-//! The crate's error: its kind, and a complete message that names file, expected, found and remedy.
+//! The crate's error: its kind, a complete message (file, expected, found, remedy) and its cause.
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 /// What went wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Kind {
     /// An argument, a call at the wrong time, or shards into which no batch fits.
     Argument,
@@ -25,17 +27,19 @@ pub enum Kind {
 }
 
 /// The one error of this crate.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Error {
     /// What went wrong.
     pub kind: Kind,
     message: String,
+    source: Option<Arc<std::io::Error>>,
 }
 
 impl Error {
     /// An error with its complete message.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into() }
+        Self { kind, message: message.into(), source: None }
     }
 
     /// A wrong argument, with its complete message.
@@ -44,17 +48,14 @@ impl Error {
     }
 
     /// What the system said when a shard was read from byte `offset` on.
-    pub(crate) fn io(path: &Path, offset: u64, error: &std::io::Error) -> Self {
-        let text = error.to_string();
+    pub(crate) fn io(path: &Path, offset: u64, error: std::io::Error) -> Self {
+        let (text, path) = (error.to_string(), path.display());
         let reason = text.split(" (os error").next().unwrap_or(&text);
-        Self::new(
-            Kind::Io,
-            format!(
-                "shard {} cannot be read at byte {offset} ({reason}); check the path and its permissions, or make \
-                 shards with `jspeed prepare text FILES --out DIR`",
-                path.display()
-            ),
-        )
+        let message = format!(
+            "shard {path} cannot be read at byte {offset} ({reason}); check the path and its \
+             permissions"
+        );
+        Self { source: Some(Arc::new(error)), ..Self::new(Kind::Io, message) }
     }
 
     /// The producer was told to stop; never shown to a user.
@@ -63,7 +64,11 @@ impl Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|error| error as _)
+    }
+}
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -76,27 +81,9 @@ impl fmt::Display for Error {
 /// # Errors
 /// It is outside `low` to `high`, or of the type's range.
 pub fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
-    let bound =
-        if high == i64::MAX { format!("at least {low}") } else { format!("from {low} to {high}") };
     T::try_from(value).ok().filter(|_| (low..=high).contains(&value)).ok_or_else(|| {
+        let from = format!("from {low} to {high}");
+        let bound = if high == i64::MAX { format!("at least {low}") } else { from };
         Error::argument(format!("{name} should be {bound} but is {value}; choose another value"))
     })
-}
-
-/// Threads and locks do not survive `fork`: check that `what` was made in this process.
-///
-/// # Errors
-/// [`Kind::Forked`]: it was made in another one.
-pub fn check_process(what: &str, made_in: u32) -> Result<(), Error> {
-    let here = std::process::id();
-    if made_in == here {
-        return Ok(());
-    }
-    Err(Error::new(
-        Kind::Forked,
-        format!(
-            "this {what} was made in process {made_in} and cannot be used in its fork {here}, which \
-             has none of its threads; make the {what} in the child or start the child with spawn"
-        ),
-    ))
 }

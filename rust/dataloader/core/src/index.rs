@@ -1,11 +1,13 @@
 //! What followed this context earlier: an index of the documents that a run has trained on.
 //!
-//! Every position is stored once: its token and, for each length of context, the position where the same context stood
-//! before it the last time. A [`Table`] of each length knows where every context occurred last, so the earlier
-//! occurrences of a context are one chain, latest first, of that context alone: before a position is put into a chain,
-//! its tokens are compared with the stored ones. A hash decides where to look, never what is found.
+//! Every position is stored once: its token and, for each length of context, the position where the
+//! same context stood before it the last time. A [`Table`] of each length knows where every context
+//! occurred last, so the earlier occurrences of a context are one chain, latest first, of that
+//! context alone: before a position is put into a chain, its tokens are compared with the stored
+//! ones. A hash decides where to look, never what is found.
 //!
-//! Contexts are shared among threads by their hashes, so a chain is in the order of positions for any number of them.
+//! Contexts are shared among threads by their hashes, so a chain is in the order of positions for
+//! any number of them.
 
 use std::cmp::Reverse;
 use std::hint::black_box;
@@ -19,7 +21,7 @@ use bytemuck::Zeroable;
 use bytemuck::allocation::{try_zeroed_slice_box, try_zeroed_vec};
 
 use crate::error::{Error, in_range};
-use crate::scan::Tokens;
+use crate::tokens::Tokens;
 
 mod contexts;
 mod table;
@@ -27,7 +29,8 @@ mod table;
 use contexts::Contexts;
 use table::{Table, part};
 
-/// Positions that a thread handles at a time: their cache misses overlap, and what is known of them fits the cache.
+/// Positions that a thread handles at a time: their cache misses overlap, and what is known of them
+/// fits the cache.
 const CHUNK: usize = 128;
 /// Bytes of a page of memory, or less.
 const PAGE: usize = 4096;
@@ -53,7 +56,8 @@ pub struct IndexArguments {
 pub struct ContextIndex {
     /// By length, the shortest first.
     tables: Vec<Table>,
-    /// For each position its token, then for each table the last earlier position with the same context, or 0.
+    /// For each position its token, then for each table the last earlier position with the same
+    /// context, or 0.
     rows: Box<[AtomicU32]>,
     capacity: usize,
     recent: usize,
@@ -71,7 +75,8 @@ pub struct Matches {
     pub lengths: Vec<u8>,
     /// Its occurrences, the latest `recent`.
     pub occurrences: Vec<u8>,
-    /// What followed it, `top` of them: the most frequent first, and of equally many the latest first; then 0.
+    /// What followed it, `top` of them: the most frequent first, and of equally many the latest
+    /// first; then 0.
     pub tokens: Vec<u32>,
     /// How often each did; 0 where there is none.
     pub counts: Vec<u8>,
@@ -94,8 +99,8 @@ impl Matches {
             || Some((bytes()?, bytes()?, try_zeroed_vec(all).ok()?, try_zeroed_vec(all).ok()?));
         let (lengths, occurrences, tokens, counts) = room().ok_or_else(|| {
             Error::argument(format!(
-                "the answers to {positions} positions, {top} tokens each, need more memory than this \
-                 machine has; ask for fewer at a time, or lower top"
+                "the answers to {positions} positions, {top} tokens each, need more memory than \
+                 this machine has; ask for fewer at a time, or lower top"
             ))
         })?;
         Ok(Self { lengths, occurrences, tokens, counts })
@@ -180,10 +185,11 @@ impl ContextIndex {
         self.rows.len() * size_of::<AtomicU32>() + slots * size_of::<u64>()
     }
 
-    /// Add the documents of step `step`, rows of `row_len` tokens, which all queries of later steps see.
+    /// Add the documents of step `step`, rows of `row_len` tokens, which all queries of later steps
+    /// see.
     ///
-    /// A document begins with the document marker or a row, and ends where the next one begins: neither a context
-    /// nor what follows it is in two documents.
+    /// A document begins with the document marker or a row, and ends where the next one begins:
+    /// neither a context nor what follows it is in two documents.
     ///
     /// # Errors
     /// Steps do not follow each other or the index is full; nothing has changed then.
@@ -191,8 +197,8 @@ impl ContextIndex {
         self.check(step, tokens, row_len)?;
         if tokens.len() > self.capacity - self.tokens {
             return Err(Error::argument(format!(
-                "step {step} has {} tokens, but the index holds {} and has room for {} in all; make it with a capacity \
-                 of all tokens of the run",
+                "step {step} has {} tokens, but the index holds {} and has room for {} in all; \
+                 make it with a capacity of all tokens of the run",
                 tokens.len(),
                 self.tokens,
                 self.capacity
@@ -216,7 +222,8 @@ impl ContextIndex {
         Ok(())
     }
 
-    /// Answer what followed the context up to each token of rows of `row_len` tokens, in the steps before `step`.
+    /// Answer what followed the context up to each token of rows of `row_len` tokens, in the steps
+    /// before `step`.
     ///
     /// # Errors
     /// Other steps than exactly those before `step` were pushed.
@@ -244,8 +251,8 @@ impl ContextIndex {
         }
         if step != self.steps {
             return Err(Error::argument(format!(
-                "step {step} should see the steps before it and no other, but the index holds {} steps; query a step \
-                 before it is pushed, and push each once, in order",
+                "step {step} should see the steps before it and no other, but the index holds {} \
+                 steps; query a step before it is pushed, and push each once, in order",
                 self.steps
             )));
         }
@@ -343,7 +350,8 @@ impl ContextIndex {
         }
     }
 
-    /// The chains of the longest contexts of a chunk that occurred. A context occurred only where its shorter ones did.
+    /// The chains of the longest contexts of a chunk that occurred. A context occurred only where
+    /// its shorter ones did.
     fn longest(
         &self,
         chunk: &Range<usize>,
@@ -385,7 +393,8 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(CHUNK).map(move |start| start..len.min(start + CHUNK))
 }
 
-/// What `work` returns for each of `0..threads`, in a thread each; in this one where none can be had.
+/// What `work` returns for each of `0..threads`, in a thread each; in this one where none can be
+/// had.
 fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let work = &work;
@@ -401,7 +410,8 @@ fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<
     })
 }
 
-/// So many zeros, in memory that the system has given by then: `touch` writes one, and is called for one of every page.
+/// So many zeros, in memory that the system has given by then: `touch` writes one, and is called
+/// for one of every page.
 fn zeroed<T: Zeroable + Sync>(
     count: usize,
     threads: usize,
@@ -409,7 +419,8 @@ fn zeroed<T: Zeroable + Sync>(
 ) -> Result<Box<[T]>, Error> {
     let zeros: Box<[T]> = try_zeroed_slice_box(count).map_err(|()| {
         Error::argument(format!(
-            "the index needs {} MB in one piece, which this machine does not have; lower its capacity",
+            "the index needs {} MB in one piece, which this machine does not have; lower its \
+             capacity",
             count / 1_000_000 * size_of::<T>()
         ))
     })?;

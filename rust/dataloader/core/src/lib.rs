@@ -1,38 +1,46 @@
-//! Token shards to training batches: the stream of jspeed, in plain Rust; and [`ContextIndex`], which remembers them.
+//! Token shards to training batches: the stream of jspeed, in plain Rust.
 //!
-//! [`Catalog`] validates the shard files, [`Sources`] mixes sets of them, [`Config`] is the request and is checked
-//! against them, and [`Loader`] makes batches ahead of its consumer. What it yields depends on the shards and the
+//! [`Catalog`] validates the shard files, [`Config`] is the request and is checked against them,
+//! and [`Loader`] makes batches ahead of its consumer. What it yields depends on the shards and the
 //! configuration only: never on the process count, the prefetch depth or timing.
 //!
-//! Beside it, [`canonical`] tells which tokens a tokenizer never writes one after the other.
+//! ```no_run
+//! use jspeed_dataloader_core::{Catalog, Config, Loader, Order, Stage};
+//!
+//! let shards = Catalog::open(vec!["fineweb_train_000001.bin".into()])?;
+//! let stage = Stage::new(Some(100), 1024, None, None)?; // 100 batches, 1024 tokens a lane
+//! let loader = Loader::new(shards, Config::new(8, Order::Contiguous, vec![stage]))?;
+//! for batch in loader {
+//!     let batch = batch?;
+//!     println!("step {}: {} tokens", batch.step, batch.tokens().len());
+//! }
+//! # Ok::<(), jspeed_dataloader_core::Error>(())
+//! ```
 #![deny(missing_docs)]
 
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
-mod buffer;
+mod batch;
 pub mod canonical;
-mod catalog;
 mod config;
 mod error;
-pub mod header;
 mod index;
-mod lanes;
+mod loader;
+#[cfg_attr(not(all(target_os = "linux", not(miri))), path = "no_mapping.rs")]
 mod mapping;
-mod plan;
-mod prefetch;
-mod readahead;
-mod reader;
-pub mod scan;
+mod read;
+mod shard;
 mod shuffle;
-mod sources;
 mod state;
+mod stream;
+mod tokens;
 
-pub use buffer::{Batch, Shape, bytes_of};
-pub use catalog::{Catalog, Shard};
+pub use batch::{Batch, Shape, bytes_of};
 pub use config::{Backend, Config, MOST, Order, Stage};
-pub use error::{Error, Kind, check_process, in_range};
+pub use error::{Error, Kind, in_range};
 pub use index::{ContextIndex, IndexArguments, Matches};
-pub use prefetch::{Loader, Stats};
-pub use sources::Sources;
+pub use loader::{Loader, Stats};
+pub use shard::{Catalog, HEADER_BYTES, Shard, Width, encode_header, parse_header};
 pub use state::Value;
+pub use tokens::Tokens;

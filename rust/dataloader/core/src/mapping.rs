@@ -1,21 +1,23 @@
-//! A mapped file that may be truncated while it is read: its reader gets zeros and a flag, no signal.
+//! A mapped file that may be truncated while it is read: its reader gets zeros and a flag, no
+//! signal.
 //!
-//! Touching a page of a mapping that its file no longer has raises SIGBUS in the thread that touches
-//! it. Asking the kernel before every touch leaves a gap, which a truncation fits into. So mappings
-//! are written down in a table, and a handler answers a fault inside one of them: it puts zeros where
-//! the mapping was, sets its flag and returns. Whoever copied from a mapping looks at the flag before
-//! the copy is used.
+//! Touching a page of a mapping that its file no longer has raises SIGBUS in the thread that
+//! touches it. Asking the kernel before every touch leaves a gap, which a truncation fits into. So
+//! mappings are written down in a table, and a handler answers a fault inside one of them: it puts
+//! zeros where the mapping was, sets its flag and returns. Whoever copied from a mapping looks at
+//! the flag before the copy is used.
 //!
-//! Every other SIGBUS belongs to the handler that was there before. Calling it would mean to imitate
-//! its flags, mask and stack, so it is put back instead, and the fault happens again; a signal that
-//! was sent is sent again. Nothing is put on top of a handler that came later, such as that of
-//! Python's faulthandler, which may call this one in turn: [`armed`] says no, and shards are read by
-//! `pread` from then on.
+//! Every other SIGBUS belongs to the handler that was there before. Calling it would mean to
+//! imitate its flags, mask and stack, so it is put back instead, and the fault happens again; a
+//! signal that was sent is sent again. Nothing is put on top of a handler that came later, such as
+//! that of Python's faulthandler, which may call this one in turn: [`armed`] says no, and shards
+//! are read by `pread` from then on.
 //!
-//! The handler loads and stores atomics and makes system calls, all of which a signal may interrupt.
-//! It looks at the mappings of its own thread only, which cannot change meanwhile: a [`Mapping`] is
-//! neither sent nor shared, so whoever unmaps one is not in the middle of reading it. After a fork
-//! the child has the table and the handler, and no lock that another thread could hold.
+//! The handler loads and stores atomics and makes system calls, all of which a signal may
+//! interrupt. It looks at the mappings of its own thread only, which cannot change meanwhile: a
+//! [`Mapping`] is neither sent nor shared, so whoever unmaps one is not in the middle of reading
+//! it. After a fork the child has the table and the handler, and no lock that another thread could
+//! hold.
 
 use std::ffi::{c_int, c_void};
 use std::fs::File;
@@ -62,8 +64,9 @@ impl Mapping {
         if !armed() {
             return None;
         }
-        // SAFETY: another process may change or truncate the file. Its bytes have no invariant, what
-        // is copied is used only if the file is found unchanged, and the handler answers faults.
+        // SAFETY: another process may change or truncate the file. Its bytes have no invariant,
+        // what is copied is used only if the file is found unchanged, and the handler
+        // answers faults.
         #[expect(unsafe_code, reason = "mapping a file that may change has no safe interface")]
         let map = unsafe { Mmap::map(file) }.ok()?;
         let thread = this_thread();
@@ -93,12 +96,12 @@ impl Drop for Mapping {
     }
 }
 
-/// Whether faults of this thread are answered: the handler is installed, now or before, and the signal
-/// not blocked, as it is where a thread was started with all signals blocked.
+/// Whether faults of this thread are answered: the handler is installed, now or before, and the
+/// signal not blocked, as it is where a thread was started with all signals blocked.
 pub fn armed() -> bool {
-    // SAFETY: the structures are zeroed, as C would have them, or filled in by the system; the pointer
-    // was published with what it points to, which is never freed. The handler has the signature that
-    // SA_SIGINFO asks for.
+    // SAFETY: the structures are zeroed, as C would have them, or filled in by the system; the
+    // pointer was published with what it points to, which is never freed. The handler has the
+    // signature that SA_SIGINFO asks for.
     #[expect(unsafe_code, reason = "signal actions and masks have no safe interface")]
     unsafe {
         let mut bus: libc::sigset_t = std::mem::zeroed();
@@ -135,9 +138,10 @@ pub fn armed() -> bool {
 
 /// Answer a fault inside a mapping of this thread; leave any other to the action before.
 extern "C" fn on_bus_error(signal: c_int, info: *mut siginfo_t, _: *mut c_void) {
-    // SAFETY: the system passes a valid `info`. The zeros replace pages of a mapping that this thread
-    // owns, and is reading, so it stays mapped. The action was stored before this handler was
-    // installed. Nothing here allocates, locks or sets errno but for a failure that ends the process.
+    // SAFETY: the system passes a valid `info`. The zeros replace pages of a mapping that this
+    // thread owns, and is reading, so it stays mapped. The action was stored before this
+    // handler was installed. Nothing here allocates, locks or sets errno but for a failure that
+    // ends the process.
     #[expect(unsafe_code, reason = "a signal handler has no safe interface")]
     unsafe {
         let caused_here = (*info).si_code > 0 && (*info).si_code != libc::BUS_MCEERR_AO;

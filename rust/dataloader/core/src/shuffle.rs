@@ -1,7 +1,8 @@
-//! A pseudo-random permutation of `0..size`, keyed by seed and epoch, with constant memory and seek.
+//! A pseudo-random permutation of `0..size`, keyed by seed and epoch, with constant memory and
+//! seek.
 //!
-//! A balanced Feistel network permutes the smallest power of four that holds `size`; results outside the
-//! range are put through it again (cycle walking), so at most four passes are expected.
+//! A balanced Feistel network permutes the smallest power of four that holds `size`; results
+//! outside the range are put through it again (cycle walking), so at most four passes are expected.
 
 const ROUNDS: usize = 8;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -115,7 +116,8 @@ mod tests {
 
     #[test]
     fn the_order_is_frozen() {
-        // Recorded from this implementation: a change breaks every saved state, so state::VERSION must change too.
+        // Recorded from this implementation: a change breaks every saved state, so state::VERSION
+        // must change too.
         assert_eq!(order(8, 0, 0), [0, 3, 6, 2, 1, 7, 5, 4]);
         assert_eq!([0, 1, 2, 3].map(|lane| draw(1000, 0, 0, lane)), [338, 269, 271, 480]);
     }

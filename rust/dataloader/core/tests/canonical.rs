@@ -1,4 +1,5 @@
-//! The canonical mask against encoding itself: all pairs of a small vocabulary, and what GPT-2's pretokenizer writes.
+//! The canonical mask against encoding itself: all pairs of a small vocabulary, and what GPT-2's
+//! pretokenizer writes.
 
 use std::collections::{HashMap, HashSet};
 
@@ -22,7 +23,8 @@ fn encode(text: &[u8], ranks: &Ranks) -> Vec<Vec<u8>> {
     }
 }
 
-/// Cut a text like GPT-2's pretokenizer: contractions, letters, numbers and others with a space before, spaces.
+/// Cut a text like GPT-2's pretokenizer: contractions, letters, numbers and others with a space
+/// before, spaces.
 fn words(text: &str) -> Vec<&str> {
     let kind = |c: char| match c {
         c if c.is_whitespace() => 0,
@@ -62,7 +64,8 @@ fn words(text: &str) -> Vec<&str> {
     found
 }
 
-/// The bytes of `text`, and then merges: of each pair of numbers two neighbours in one of its words are joined.
+/// The bytes of `text`, and then merges: of each pair of numbers two neighbours in one of its words
+/// are joined.
 fn learn(text: &str, choices: &[(usize, usize)]) -> Vec<Vec<u8>> {
     let mut tokens: Vec<_> = (0..=255).map(|byte| vec![byte]).collect();
     let mut ranks = Ranks::new();

@@ -11,7 +11,9 @@ use common::{Folder, config, loader, next, shard, wide_shard};
 use jspeed_dataloader_core::{Backend, Catalog, Config, Kind, Loader, Order};
 
 fn contiguous() -> Config {
-    Config { order: Order::Contiguous, epochs: None, ..config(2, &[(1000, 1000, None)]) }
+    let mut made = config(2, &[(1000, 1000, None)]);
+    (made.order, made.epochs) = (Order::Contiguous, None);
+    made
 }
 
 fn big(folder: &Folder, backend: Backend) -> (PathBuf, Loader) {
@@ -107,7 +109,7 @@ fn waits_end_in_time_and_closing_does_not_wait_for_the_scan() {
     let folder = Folder::new();
     let made = slow(&folder);
     let began = Instant::now();
-    assert!(made.next(|| false).err().unwrap().to_string().contains("was stopped"));
+    assert!(made.next_batch(|| false).err().unwrap().to_string().contains("was stopped"));
     assert_eq!(made.stats().unwrap().queue_empty, 1);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| next(&made).err());

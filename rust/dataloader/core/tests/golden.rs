@@ -1,14 +1,15 @@
-//! Hash of the first 1000 batches of a three-stage schedule (modded-nanogpt's shapes), equal in Python and everywhere.
+//! Hash of the first 1000 batches of a three-stage schedule (modded-nanogpt's shapes), equal in
+//! Python and everywhere.
 //!
-//! The shards come from integers alone: token `i` of shard `k` is drawn from `mix(2^32 k + i)`, `SplitMix64`'s
-//! finaliser. It is the document start 50256 when the draw is a multiple of 690, `FineWeb`'s mean length, and
-//! otherwise the draw shifted right by 16, modulo 50256. `tests/data/test_golden.py` makes the same bytes.
+//! The shards come from integers alone: token `i` of shard `k` is drawn from `mix(2^32 k + i)`,
+//! `SplitMix64`'s finaliser. It is the document start 50256 when the draw is a multiple of 690,
+//! `FineWeb`'s mean length, and otherwise the draw shifted right by 16, modulo 50256.
+//! `tests/data/test_golden.py` makes the same bytes.
 
 mod common;
 
 use common::{Folder, config, loader, next};
-use jspeed_dataloader_core::Backend;
-use jspeed_dataloader_core::scan::Tokens;
+use jspeed_dataloader_core::{Backend, Tokens};
 use sha2::{Digest, Sha256};
 
 /// Made by `tests/data/test_golden.py`'s `NumPy` model of recipe 1.3, not by this loader.

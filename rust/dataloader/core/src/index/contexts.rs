@@ -1,4 +1,5 @@
-//! The contexts of a chunk of positions: how many tokens of its document each has, and hashes of them.
+//! The contexts of a chunk of positions: how many tokens of its document each has, and hashes of
+//! them.
 
 use std::ops::Range;
 
@@ -6,7 +7,8 @@ use crate::shuffle::mix;
 
 /// Odd, with bits all over: the factor of a polynomial hash modulo 2^64.
 const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
-/// Unit tests keep so few bits that most contexts collide: their answers must be exact all the same.
+/// Unit tests keep so few bits that most contexts collide: their answers must be exact all the
+/// same.
 const KEPT: u64 = if cfg!(test) { 0xfe00_0000_0000_007f } else { u64::MAX };
 
 pub struct Contexts {
@@ -19,7 +21,8 @@ pub struct Contexts {
 }
 
 impl Contexts {
-    /// Those of `chunk` in rows of `row_len` tokens, none longer than `longest`. A document begins with `bos` or a row.
+    /// Those of `chunk` in rows of `row_len` tokens, none longer than `longest`. A document begins
+    /// with `bos` or a row.
     pub fn new(
         chunk: &Range<usize>,
         row_len: usize,

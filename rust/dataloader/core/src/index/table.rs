@@ -11,7 +11,8 @@ pub struct Table {
     /// Tokens of a context.
     pub len: u8,
     power: u64,
-    /// Open addressing: the position of the last occurrence and 32 bits of the hash; a position of 0 is an empty slot.
+    /// Open addressing: the position of the last occurrence and 32 bits of the hash; a position of
+    /// 0 is an empty slot.
     slots: Box<[AtomicU64]>,
 }
 
@@ -32,13 +33,14 @@ impl Table {
         contexts.hash(end, self.len.into(), self.power)
     }
 
-    /// Have the slots of many hashes in the cache: their misses overlap here, and would follow each other in `find`.
+    /// Have the slots of many hashes in the cache: their misses overlap here, and would follow each
+    /// other in `find`.
     pub fn fetch(&self, hashes: impl Iterator<Item = u64>) {
         black_box(hashes.fold(0, |sum, hash| sum ^ self.slots[self.home(hash)].load(Relaxed)));
     }
 
-    /// Where the context of this hash is, for which `same` position holds, and its last occurrence; or the empty slot
-    /// that it would get, and 0.
+    /// Where the context of this hash is, for which `same` position holds, and its last occurrence;
+    /// or the empty slot that it would get, and 0.
     pub fn find(&self, hash: u64, same: impl Fn(u32) -> bool) -> (usize, u32) {
         let mut slot = self.home(hash);
         loop {

@@ -2,12 +2,10 @@
 #![allow(dead_code, reason = "every test binary uses its own part of this")]
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use jspeed_dataloader_core::header::{Width, encode};
 use jspeed_dataloader_core::{
-    Backend, Batch, Catalog, Config, Error, Loader, Order, Sources, Stage,
+    Backend, Batch, Catalog, Config, Error, Loader, Order, Stage, Width, encode_header,
 };
 
 /// A folder that goes away with its value.
@@ -54,13 +52,13 @@ impl Drop for Folder {
 
 /// A shard of uint32 tokens.
 pub fn wide_shard(tokens: &[u16]) -> Vec<u8> {
-    let mut bytes = encode(i32::try_from(tokens.len()).unwrap(), Width::Four);
+    let mut bytes = encode_header(i32::try_from(tokens.len()).unwrap(), Width::Four);
     bytes.extend(tokens.iter().flat_map(|token| u32::from(*token).to_le_bytes()));
     bytes
 }
 
 pub fn shard(tokens: &[u16]) -> Vec<u8> {
-    let mut bytes = encode(i32::try_from(tokens.len()).unwrap(), Width::Two);
+    let mut bytes = encode_header(i32::try_from(tokens.len()).unwrap(), Width::Two);
     bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
     bytes
 }
@@ -75,20 +73,9 @@ pub fn config(lanes: usize, stages: &[(u64, usize, Option<usize>)]) -> Config {
         max_doc_len,
         max_docs: Some(16),
     };
-    Config {
-        lanes,
-        order: Order::Documents,
-        shard_seed: None,
-        bos_id: 0,
-        stages: stages.iter().map(stage).collect(),
-        process_index: 0,
-        process_count: 1,
-        epochs: Some(2),
-        vocab_size: None,
-        loss_mask: false,
-        prefetch: 0,
-        backend: Backend::Map,
-    }
+    let mut made = Config::new(lanes, Order::Documents, stages.iter().map(stage).collect());
+    (made.bos_id, made.epochs, made.prefetch) = (0, Some(2), 0);
+    made
 }
 
 /// Lanes of consecutive windows, which cut no document.
@@ -100,19 +87,13 @@ pub fn contiguous(config: &mut Config) {
 }
 
 pub fn loader(paths: &[PathBuf], config: &Config, backend: Backend) -> Result<Loader, Error> {
-    let sources = Sources::new(vec![(Arc::new(Catalog::open(paths.to_vec())?), 1)])?;
-    Loader::new(sources, Config { backend, ..config.clone() })
-}
-
-pub fn mixed(sets: &[(Vec<PathBuf>, i64)]) -> Result<Sources, Error> {
-    let open = |(paths, weight): &(Vec<PathBuf>, i64)| {
-        Ok::<_, Error>((Arc::new(Catalog::open(paths.clone())?), *weight))
-    };
-    Sources::new(sets.iter().map(open).collect::<Result<_, _>>()?)
+    let mut config = config.clone();
+    config.backend = backend;
+    Loader::new(Catalog::open(paths.to_vec())?, config)
 }
 
 pub fn next(loader: &Loader) -> Result<Option<Batch>, Error> {
-    loader.next(|| true)
+    loader.next_batch(|| true)
 }
 
 /// What a batch says, comparable: epoch, dropped, and for each lane its tokens and document ends.

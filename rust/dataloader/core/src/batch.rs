@@ -1,7 +1,8 @@
 //! Memory of batches: 64-byte aligned, and reused only after the last reference to it is gone.
 //!
-//! JAX on a CPU does not copy an aligned host array but shares it, so a buffer that was handed out must never
-//! be refilled while anyone can still see it. A buffer returns to its pool in `Drop`, and only there.
+//! JAX on a CPU does not copy an aligned host array but shares it, so a buffer that was handed out
+//! must never be refilled while anyone can still see it. A buffer returns to its pool in `Drop`,
+//! and only there.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,9 +10,9 @@ use bytemuck::allocation::try_zeroed_slice_box;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::Error;
-use crate::header::Width;
-use crate::scan::Tokens;
+use crate::shard::Width;
 use crate::state::Cursor;
+use crate::tokens::Tokens;
 
 /// One cache line of zeros: 64-byte unit of batch memory, for alignment.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -27,8 +28,8 @@ pub(crate) const LINE: usize = 64;
 pub(crate) fn zeroed_lines(count: usize) -> Result<Vec<Line>, Error> {
     try_zeroed_slice_box(count).map(Vec::from).map_err(|()| {
         Error::argument(format!(
-            "a batch needs {} MB in one piece, which this machine does not have; use fewer lanes, a \
-             shorter lane_len or more processes",
+            "a batch needs {} MB in one piece, which this machine does not have; use fewer lanes, \
+             a shorter lane_len or more processes",
             count / 1_000_000 * LINE
         ))
     })
@@ -94,30 +95,29 @@ pub struct Shape {
     pub width: Width,
     /// Size of the table of document offsets, if there is one.
     pub max_docs: Option<usize>,
-    /// Whether there is a mask of targets.
-    pub loss_mask: bool,
 }
 
 impl Shape {
-    /// Lines of memory for tokens, document offsets, document counts and mask.
-    fn lines(&self) -> [usize; 4] {
-        let docs = self.max_docs.map_or(0, |docs| docs + 1);
-        let of_rows = |bytes: usize| self.rows.saturating_mul(bytes).div_ceil(LINE);
-        let counts = if docs > 0 { size_of::<i32>() } else { 0 };
-        let mask = if self.loss_mask { self.lane_len } else { 0 };
-        [(self.lane_len + 1) * self.width.bytes(), docs * size_of::<i32>(), counts, mask]
-            .map(of_rows)
+    /// Lines of memory for tokens, document offsets and document counts.
+    fn lines(&self) -> [usize; 3] {
+        let [table, count] = match self.max_docs {
+            Some(docs) => [docs + 1, 1].map(|numbers| numbers * size_of::<i32>()),
+            None => [0, 0],
+        };
+        [(self.lane_len + 1) * self.width.bytes(), table, count]
+            .map(|bytes| self.rows.saturating_mul(bytes).div_ceil(LINE))
     }
 }
 
-/// One batch of this process: its tokens, its document offsets and where the stream stands after it.
+/// One batch of this process: its tokens, its document offsets and where the stream stands after
+/// it.
 pub struct Batch {
     memory: Vec<Line>,
     pool: Arc<Pool>,
     shape: Shape,
     /// Index of this batch, from 0.
     pub step: u64,
-    /// Pass over the data, from 0; of a mixture, the least of its sources.
+    /// Pass over the data, from 0.
     pub epoch: u64,
     /// Tokens passed over since the batch before that no lane of any process holds.
     pub dropped: u64,
@@ -165,11 +165,7 @@ impl Batch {
     /// The tokens of one row.
     pub fn row(&self, row: usize) -> Tokens<'_> {
         let width = self.shape.lane_len + 1;
-        let range = row * width..(row + 1) * width;
-        match self.tokens() {
-            Tokens::U16(tokens) => Tokens::U16(&tokens[range]),
-            Tokens::U32(tokens) => Tokens::U32(&tokens[range]),
-        }
+        self.tokens().slice(row * width..(row + 1) * width)
     }
 
     /// `(rows, max_docs + 1)` offsets; a row is padded with `lane_len`. Empty without a table.
@@ -181,11 +177,6 @@ impl Batch {
     /// `(rows,)` numbers of documents. Empty without a table.
     pub fn num_docs(&self) -> &[i32] {
         view(&self.memory[self.start(2)..], self.shape.max_docs.map_or(0, |_| self.shape.rows))
-    }
-
-    /// `(rows, lane_len)`: 1, or 0 where the target is not the token that followed in the text. Empty without a mask.
-    pub fn loss_mask(&self) -> &[u8] {
-        view(&self.memory[self.start(3)..], self.mask_len())
     }
 
     /// Copy `tokens` into a row, from its token `at` on.
@@ -221,22 +212,6 @@ impl Batch {
         view_mut::<i32>(&mut self.memory[counts..], rows)[row] = narrow(ends.len());
     }
 
-    /// Set the mask of one row: 1 but at `cuts`.
-    pub(crate) fn set_mask(&mut self, row: usize, cuts: &[usize]) {
-        let Shape { lane_len, loss_mask: true, .. } = self.shape else { return };
-        let (start, len) = (self.start(3), self.mask_len());
-        let mask = &mut view_mut::<u8>(&mut self.memory[start..], len)
-            [row * lane_len..(row + 1) * lane_len];
-        mask.fill(1);
-        for cut in cuts {
-            mask[*cut] = 0;
-        }
-    }
-
-    fn mask_len(&self) -> usize {
-        if self.shape.loss_mask { self.shape.rows * self.shape.lane_len } else { 0 }
-    }
-
     /// The line at which a part begins.
     fn start(&self, part: usize) -> usize {
         self.shape.lines()[..part].iter().sum()
@@ -259,7 +234,7 @@ mod tests {
     use super::*;
 
     fn shape(rows: usize, lane_len: usize, max_docs: Option<usize>) -> Shape {
-        Shape { rows, lane_len, width: Width::Two, max_docs, loss_mask: max_docs.is_some() }
+        Shape { rows, lane_len, width: Width::Two, max_docs }
     }
 
     fn start(batch: &Batch) -> *const u16 {
@@ -278,17 +253,14 @@ mod tests {
                     Width::Four => batch.copy(row.into(), 0, Tokens::U32(&[u32::from(row) + 1; 8])),
                 }
                 batch.set_documents(row.into(), &[2, 7]);
-                batch.set_mask(row.into(), &[row.into()]);
             }
             let tokens: Vec<u32> = (0..24).map(|at| batch.tokens().at(at)).collect();
             assert_eq!(tokens, [[1; 8], [2; 8], [3; 8]].concat());
             assert_eq!(batch.row(1).find(2), Some(0));
             assert_eq!(batch.doc_offsets(), [0, 2, 7, 7, 7].repeat(3));
             assert_eq!(batch.num_docs(), [2, 2, 2]);
-            assert_eq!(&batch.loss_mask()[..16], [0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]);
             assert_eq!(batch.doc_offsets().as_ptr().align_offset(LINE), 0);
             assert_eq!(batch.num_docs().as_ptr().align_offset(LINE), 0);
-            assert_eq!(batch.loss_mask().as_ptr().align_offset(LINE), 0);
         }
     }
 

@@ -1,23 +1,22 @@
 //! Read the tokens of one shard; a file that changes meanwhile gives an error, never a signal.
 //!
-//! A shard is mapped, or read by `pread` where that is asked for or a fault in the mapping could not
-//! be answered. Tokens of a file that was changed may be any: [`Reader::unchanged`] tells, by the
-//! mapping's flag, size and modification time, and comes after every copy, before it is used.
+//! A shard is mapped, or read by `pread` where that is asked for or a fault in the mapping could
+//! not be answered. Tokens of a file that was changed may be any: [`Reader::unchanged`] tells, by
+//! the mapping's flag, size and modification time, and comes after every copy, before it is used.
+//!
+//! While the second half of a shard is consumed, [`ReadAhead`] asks for the next one.
 
 use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bytemuck::Pod;
-
-use crate::buffer::{LINE, Line, view, view_mut, zeroed_lines};
-use crate::catalog::{Catalog, Shard, open_regular};
+use crate::batch::{LINE, Line, view_mut, zeroed_lines};
 use crate::config::Backend;
 use crate::error::{Error, Kind};
-use crate::header::{self, Width};
 use crate::mapping::{self, Mapping};
-use crate::scan::Tokens;
+use crate::shard::{Catalog, HEADER_BYTES, Shard, Width, open_regular};
+use crate::tokens::Tokens;
 
 /// Tokens between looks at whether to go on, and that `pread` reads at a time (64 KiB of uint16).
 const CHUNK: usize = 1 << 15;
@@ -60,10 +59,10 @@ impl Stamp {
 }
 
 impl Reader {
-    /// Open a shard that a [`Catalog`] has validated. Errors: it cannot be opened, or its size is no
-    /// longer what the catalogue saw.
+    /// Open a shard that a [`Catalog`] has validated. Errors: it cannot be opened, or its size is
+    /// no longer what the catalogue saw.
     fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
-        let failed = |error: std::io::Error| Error::io(&shard.path, 0, &error);
+        let failed = |error: std::io::Error| Error::io(&shard.path, 0, error);
         let file = open_regular(&shard.path).map_err(failed)?;
         let stamp = Stamp::of(&file.metadata().map_err(failed)?);
         let was = shard.width.offset(shard.tokens);
@@ -87,16 +86,11 @@ impl Reader {
         }
         let width = self.shard.width;
         Ok(match &self.source {
-            Source::Map(map) => match width {
-                Width::Two => Tokens::U16(&body(map)[range]),
-                Width::Four => Tokens::U32(&body(map)[range]),
-            },
-            Source::Pread(Window { tokens: Range { start, end }, memory }) => {
-                let (held, range) = (end - start, range.start - start..range.end - start);
-                match width {
-                    Width::Two => Tokens::U16(&view(memory, held)[range]),
-                    Width::Four => Tokens::U32(&view(memory, held)[range]),
-                }
+            Source::Map(map) => tokens_of(&map.bytes()[HEADER_BYTES..], width).slice(range),
+            Source::Pread(Window { tokens, memory }) => {
+                let memory = &bytemuck::cast_slice(memory)[..width.bytes() * tokens.len()];
+                let start = tokens.start;
+                tokens_of(memory, width).slice(range.start - start..range.end - start)
             }
         })
     }
@@ -122,14 +116,14 @@ impl Reader {
         Ok(None)
     }
 
-    /// Check that tokens read since the last check were those of the file that was opened: it has the
-    /// same size and was not written to; else [`Kind::Changed`].
+    /// Check that tokens read since the last check were those of the file that was opened: it has
+    /// the same size and was not written to; else [`Kind::Changed`].
     pub fn unchanged(&mut self) -> Result<(), Error> {
         if !std::mem::take(&mut self.used) {
             return Ok(());
         }
         let metadata =
-            self.file.metadata().map_err(|error| Error::io(&self.shard.path, 0, &error))?;
+            self.file.metadata().map_err(|error| Error::io(&self.shard.path, 0, error))?;
         let now = Stamp::of(&metadata);
         let torn = matches!(&self.source, Source::Map(map) if map.is_torn());
         if now == self.stamp && !torn {
@@ -165,20 +159,23 @@ impl Reader {
         }
         if let Err(error) = self.file.read_exact_at(view_mut(&mut window.memory, len), offset) {
             self.unchanged()?;
-            return Err(Error::io(&self.shard.path, offset, &error));
+            return Err(Error::io(&self.shard.path, offset, error));
         }
         self.source = Source::Pread(window);
         Ok(())
     }
 }
 
-/// The tokens of a mapped shard.
+/// The tokens in some memory.
 ///
 /// # Panics
-/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked its
-/// size.
-fn body<T: Pod>(map: &Mapping) -> &[T] {
-    bytemuck::cast_slice(&map.bytes()[header::BYTES..])
+/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked
+/// its size.
+fn tokens_of(bytes: &[u8], width: Width) -> Tokens<'_> {
+    match width {
+        Width::Two => Tokens::U16(bytemuck::cast_slice(bytes)),
+        Width::Four => Tokens::U32(bytemuck::cast_slice(bytes)),
+    }
 }
 
 const WRITTEN: &str = "was written to, or its disk failed, while it was read";
@@ -225,12 +222,12 @@ impl Readers {
         }
     }
 
-    /// The reader of a shard, opened if need be; the one that was used least recently makes room for
-    /// it.
+    /// The reader of a shard, opened if need be; the one that was used least recently makes room
+    /// for it.
     pub fn get(&mut self, catalog: &Catalog, shard: usize) -> Result<&mut Reader, Error> {
-        if let Some(at) = self.open.iter().position(|(index, _)| *index == shard) {
-            let recent = self.open.remove(at);
-            self.open.push(recent);
+        let found = self.open.iter().position(|(index, _)| *index == shard);
+        if let Some(at) = found {
+            self.open[at..].rotate_left(1);
         } else {
             if self.open.len() == Self::MOST {
                 let (_, mut oldest) = self.open.remove(0);
@@ -258,5 +255,70 @@ impl Readers {
     /// Bytes read from all shards so far.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_closed + self.open.iter().map(|(_, reader)| reader.bytes_read).sum::<u64>()
+    }
+}
+
+/// The one shard that is being read ahead.
+#[derive(Default)]
+pub(crate) struct ReadAhead {
+    shard: Option<(usize, Option<File>)>,
+    advised: u64,
+}
+
+impl ReadAhead {
+    /// Ask for as much of the next shard as the current one is consumed past its half; a failure
+    /// costs only time.
+    ///
+    /// In pieces, because one request for a whole cold shard would keep the thread from making
+    /// batches.
+    pub(crate) fn advise(&mut self, index: usize, next: &Shard, consumed: usize, of: usize) {
+        let past = (2 * consumed).saturating_sub(of);
+        if past == 0 {
+            return;
+        }
+        if self.shard.as_ref().is_none_or(|(open, _)| *open != index) {
+            (self.shard, self.advised) = (Some((index, open_regular(&next.path).ok())), 0);
+        }
+        let wanted = u128::from(next.width.offset(next.tokens)) * past as u128 / of as u128;
+        let wanted = u64::try_from(wanted).unwrap_or_default();
+        if let Some((_, Some(file))) = &self.shard {
+            if wanted > self.advised {
+                will_need(file, self.advised, wanted - self.advised);
+                self.advised = wanted;
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn will_need(file: &File, from: u64, len: u64) {
+    use rustix::fs::{Advice, fadvise};
+    let _ = fadvise(file, from, std::num::NonZeroU64::new(len), Advice::WillNeed);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn will_need(_: &File, _: u64, _: u64) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advises_the_next_shard_in_proportion_to_the_second_half() {
+        let path = std::env::temp_dir().join(format!("jspeed-ahead-{}", std::process::id()));
+        std::fs::write(&path, [0; 3024]).unwrap();
+        let next = Shard { path: path.clone(), tokens: 1000, width: Width::Two };
+        let mut ahead = ReadAhead::default();
+        ahead.advise(1, &next, 500, 1000);
+        assert!(ahead.shard.is_none());
+        let asked = |ahead: &mut ReadAhead, index, consumed| {
+            ahead.advise(index, &next, consumed, 1000);
+            (ahead.shard.as_ref().map(|(open, _)| *open), ahead.advised)
+        };
+        assert_eq!(asked(&mut ahead, 1, 750), (Some(1), 1512));
+        assert_eq!(asked(&mut ahead, 1, 1000), (Some(1), 3024));
+        assert_eq!(asked(&mut ahead, 2, 600), (Some(2), 604));
+        std::fs::remove_file(path).unwrap();
+        assert_eq!(asked(&mut ahead, 3, 600), (Some(3), 0));
     }
 }

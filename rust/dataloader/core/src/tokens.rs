@@ -1,6 +1,9 @@
-//! Search uint16 or uint32 tokens for ids, 64 at a time so that the compiler vectorises it.
+//! Tokens as they are stored, and search among them: 64 at a time, so that the compiler vectorises
+//! it.
 
-use crate::header::Width;
+use std::ops::Range;
+
+use crate::shard::Width;
 
 const BLOCK: usize = 64;
 
@@ -43,6 +46,18 @@ impl<'a> Tokens<'a> {
         }
     }
 
+    /// Some of them.
+    ///
+    /// # Panics
+    /// When there are not that many.
+    #[must_use]
+    pub fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::U16(tokens) => Self::U16(&tokens[range]),
+            Self::U32(tokens) => Self::U32(&tokens[range]),
+        }
+    }
+
     /// The token at `index`.
     ///
     /// # Panics
@@ -73,28 +88,19 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// Return every position of `token`, in order.
-    pub fn positions(&self, token: u32) -> Vec<usize> {
-        match self {
-            Self::U16(tokens) => {
-                u16::try_from(token).map_or_else(|_| Vec::new(), |t| positions(tokens, t))
-            }
-            Self::U32(tokens) => positions(tokens, token),
-        }
+    /// Every position of `token`, in order.
+    pub fn positions(self, token: u32) -> impl Iterator<Item = usize> {
+        let mut from = 0;
+        std::iter::from_fn(move || {
+            let at = from + self.slice(from..self.len()).find(token)?;
+            from = at + 1;
+            Some(at)
+        })
     }
 }
 
 fn find<T: Copy + Eq>(tokens: &[T], token: T) -> Option<usize> {
     first(tokens, |t| t == token)
-}
-
-fn positions<T: Copy + Eq>(tokens: &[T], token: T) -> Vec<usize> {
-    let (mut all, mut from) = (Vec::new(), 0);
-    while let Some(at) = find(&tokens[from..], token) {
-        all.push(from + at);
-        from += at + 1;
-    }
-    all
 }
 
 fn first<T: Copy>(tokens: &[T], wanted: impl Fn(T) -> bool) -> Option<usize> {
@@ -121,7 +127,7 @@ mod tests {
             for tokens in [Tokens::U16(&tokens), Tokens::U32(&wide)] {
                 let all: Vec<usize> = (0..tokens.len()).filter(|&at| tokens.at(at) == token).collect();
                 prop_assert_eq!(tokens.find(token), all.first().copied());
-                prop_assert_eq!(tokens.positions(token), all);
+                prop_assert_eq!(tokens.positions(token).collect::<Vec<_>>(), all);
                 prop_assert_eq!(tokens.find_outside(token), (0..tokens.len()).find(|&at| tokens.at(at) >= token));
                 prop_assert_eq!(tokens.find_outside(65_536), None);
                 prop_assert_eq!(tokens.find(65_536 + token), None);

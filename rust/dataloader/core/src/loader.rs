@@ -1,4 +1,5 @@
-//! Prefetching: one producer thread, a bounded queue, and the state of the batches delivered so far.
+//! Prefetching: one producer thread, a bounded queue, and the state of the batches delivered so
+//! far.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,12 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::buffer::{Batch, Pool};
+use crate::batch::{Batch, Pool};
 use crate::config::Config;
-use crate::error::{Error, check_process};
-use crate::lanes::Stream;
-use crate::sources::Sources;
+use crate::error::{Error, Kind};
+use crate::shard::Catalog;
 use crate::state::{self, Cursor, Value};
+use crate::stream::Stream;
 
 /// Interval at which a consumer that waits is asked whether to go on.
 const POLL: Duration = Duration::from_millis(100);
@@ -67,9 +68,12 @@ impl Stats {
     }
 }
 
-/// A stream of batches with a thread that makes them ahead. All methods may be called from any thread.
+/// A stream of batches with a thread that makes them ahead. All methods may be called from any
+/// thread.
+///
+/// As an iterator it repeats the error that ended its stream.
 pub struct Loader {
-    sources: Arc<Sources>,
+    catalog: Arc<Catalog>,
     config: Arc<Config>,
     pool: Arc<Pool>,
     shared: Arc<Shared>,
@@ -78,7 +82,10 @@ pub struct Loader {
 
 struct Shared {
     inner: Mutex<Inner>,
-    changed: Condvar,
+    /// Consumers wait for a batch.
+    made: Condvar,
+    /// The producer waits until one is wanted.
+    wanted: Condvar,
 }
 
 #[derive(Default)]
@@ -89,6 +96,8 @@ struct Inner {
     delivered: Cursor,
     /// Consumers that wait at this moment.
     waiting: usize,
+    /// Whether the producer waits and nobody has woken it.
+    asleep: bool,
     producer: Option<Producer>,
     stats: Stats,
     closed: bool,
@@ -106,18 +115,18 @@ impl Shared {
 }
 
 impl Loader {
-    /// A loader at the start of its stream; nothing is read until [`Loader::start`] or [`Loader::next`].
+    /// A loader at the start of its stream; nothing is read until [`Loader::start`] or the first
+    /// batch.
     ///
     /// # Errors
     /// As [`Config::check`].
-    pub fn new(sources: Sources, config: Config) -> Result<Self, Error> {
-        config.check(&sources)?;
+    pub fn new(catalog: impl Into<Arc<Catalog>>, config: Config) -> Result<Self, Error> {
+        let catalog = catalog.into();
+        config.check(&catalog)?;
         let pool = Pool::new(config.prefetch + 2);
-        let inner =
-            Inner { delivered: Cursor::start(sources.catalogs().count()), ..Inner::default() };
-        let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
-        let (sources, config) = (Arc::new(sources), Arc::new(config));
-        Ok(Self { sources, config, pool, shared, made_in: process::id() })
+        let (inner, made, wanted) = Default::default();
+        let shared = Arc::new(Shared { inner, made, wanted });
+        Ok(Self { catalog, config: Arc::new(config), pool, shared, made_in: process::id() })
     }
 
     /// Begin to make batches; does nothing when that has begun.
@@ -129,11 +138,13 @@ impl Loader {
         self.start_locked(&mut self.shared.lock())
     }
 
-    /// Wait for the next batch; `None` after the last. A longer wait asks `go_on` again and again, without the lock.
+    /// Wait for the next batch; `None` after the last. A longer wait asks `go_on` again and again,
+    /// without the lock.
     ///
     /// # Errors
-    /// The loader is closed, `go_on` says no, or the stream failed; then the same error again on every later call.
-    pub fn next(&self, mut go_on: impl FnMut() -> bool) -> Result<Option<Batch>, Error> {
+    /// The loader is closed, `go_on` says no, or the stream failed; then the same error again on
+    /// every later call.
+    pub fn next_batch(&self, mut go_on: impl FnMut() -> bool) -> Result<Option<Batch>, Error> {
         self.check_process()?;
         let (began, mut found_empty) = (Instant::now(), false);
         let idle =
@@ -146,22 +157,24 @@ impl Loader {
                     inner.stats.queue_empty += 1;
                 }
                 inner.waiting += 1;
-                self.shared.changed.notify_all();
-                inner = self
-                    .shared
-                    .changed
-                    .wait_timeout_while(inner, POLL, idle)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+                if std::mem::take(&mut inner.asleep) {
+                    self.shared.wanted.notify_one();
+                }
+                let waited = self.shared.made.wait_timeout_while(inner, POLL, idle);
+                inner = waited.unwrap_or_else(PoisonError::into_inner).0;
                 inner.waiting -= 1;
             }
             if inner.closed {
                 return Err(closed());
             }
             if let Some(batch) = inner.queue.pop_front() {
-                inner.delivered.clone_from(&batch.after);
+                inner.delivered = batch.after;
                 inner.stats.record(&batch, began.elapsed());
-                self.shared.changed.notify_all();
+                let asleep = std::mem::take(&mut inner.asleep);
+                drop(inner);
+                if asleep {
+                    self.shared.wanted.notify_one();
+                }
                 return Ok(Some(batch));
             }
             match &inner.end {
@@ -181,17 +194,17 @@ impl Loader {
     /// This process is a fork, in which the lock may be held for ever.
     pub fn state(&self) -> Result<Vec<(String, Value)>, Error> {
         self.check_process()?;
-        let delivered = self.shared.lock().delivered.clone();
-        Ok(state::save(&delivered, &self.config, &self.sources))
+        let delivered = self.shared.lock().delivered;
+        Ok(state::save(&delivered, &self.config, &self.catalog))
     }
 
     /// Continue after the batches of a saved state.
     ///
     /// # Errors
-    /// [`crate::Kind::State`] when it belongs to other data or settings, or the loader is closed.
+    /// [`Kind::State`] when it belongs to other data or settings, or the loader is closed.
     pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
         self.check_process()?;
-        let cursor = state::load(fields, &self.config, &self.sources)?;
+        let cursor = state::load(fields, &self.config, &self.catalog)?;
         let stopped = {
             let mut inner = self.shared.lock();
             if inner.closed {
@@ -213,7 +226,8 @@ impl Loader {
         Ok(self.shared.lock().stats.clone())
     }
 
-    /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called twice.
+    /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called
+    /// twice.
     pub fn close(&self) {
         if self.made_in != process::id() {
             return;
@@ -234,19 +248,19 @@ impl Loader {
             return Ok(());
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let (sources, config) = (Arc::clone(&self.sources), Arc::clone(&self.config));
-        let (pool, start) = (Arc::clone(&self.pool), inner.delivered.clone());
-        let (shared, flag, depth) =
-            (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
-        let handle = Builder::new()
-            .name("jspeed-loader".to_owned())
-            .spawn(move || {
-                let mut stream = Stream::new(sources, config, pool, start, &flag);
-                produce(&mut stream, &shared, &flag, depth);
-            })
-            .map_err(|error| {
+        let (catalog, config) = (Arc::clone(&self.catalog), Arc::clone(&self.config));
+        let (pool, start) = (Arc::clone(&self.pool), inner.delivered);
+        let (shared, flag) = (Arc::clone(&self.shared), Arc::clone(&stop));
+        let depth = config.prefetch;
+        let work = move || {
+            let mut stream = Stream::new(catalog, config, pool, start, Arc::clone(&flag));
+            produce(&mut stream, &shared, &flag, depth);
+        };
+        let handle =
+            Builder::new().name("jspeed-loader".to_owned()).spawn(work).map_err(|error| {
                 Error::argument(format!(
-                    "the loader's thread cannot be started ({error}); raise the limit on threads or close other loaders"
+                    "the loader's thread cannot be started ({error}); raise the limit on threads \
+                     or close other loaders"
                 ))
             })?;
         inner.producer = Some(Producer { handle, stop });
@@ -261,12 +275,33 @@ impl Loader {
             stop.store(true, Ordering::Relaxed);
             handle
         });
-        self.shared.changed.notify_all();
+        self.shared.made.notify_all();
+        self.shared.wanted.notify_all();
         handle
     }
 
+    /// Threads and locks do not survive `fork`.
     fn check_process(&self) -> Result<(), Error> {
-        check_process("loader", self.made_in)
+        let (here, made_in) = (process::id(), self.made_in);
+        if made_in == here {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Forked,
+            format!(
+                "this loader was made in process {made_in} and cannot be used in its fork {here}, \
+                 which has none of its threads; make the loader in the child or start the child \
+                 with spawn"
+            ),
+        ))
+    }
+}
+
+impl Iterator for Loader {
+    type Item = Result<Batch, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_batch(|| true).transpose()
     }
 }
 
@@ -276,7 +311,7 @@ impl std::fmt::Display for Loader {
         write!(
             f,
             "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}",
-            self.sources.num_tokens()
+            self.catalog.num_tokens()
         )?;
         match self.check_process() {
             Ok(()) => write!(f, ", at step {})", self.shared.lock().delivered.step),
@@ -291,16 +326,17 @@ impl Drop for Loader {
     }
 }
 
-/// The thread: it makes a batch when the queue has room or a consumer waits, and never holds the lock meanwhile.
+/// The thread: it makes a batch when the queue has room or a consumer waits, without the lock.
 fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize) {
     loop {
         let idle = |inner: &mut Inner| {
-            let wanted = inner.queue.len() < depth || (inner.queue.is_empty() && inner.waiting > 0);
-            !wanted && !stop.load(Ordering::Relaxed)
+            let room = inner.queue.len() < depth;
+            let wanted = room || (inner.queue.is_empty() && inner.waiting > 0);
+            inner.asleep = !wanted && !stop.load(Ordering::Relaxed);
+            inner.asleep
         };
-        drop(
-            shared.changed.wait_while(shared.lock(), idle).unwrap_or_else(PoisonError::into_inner),
-        );
+        let ready = shared.wanted.wait_while(shared.lock(), idle);
+        drop(ready.unwrap_or_else(PoisonError::into_inner));
         let made = catch_unwind(AssertUnwindSafe(|| stream.next_batch())).unwrap_or_else(|_| {
             Err(Error::argument(
                 "the loader's thread panicked, which is a bug; report it with the text above",
@@ -315,8 +351,12 @@ fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize
             Ok(None) => inner.end = Some(Ok(())),
             Err(error) => inner.end = Some(Err(error)),
         }
-        shared.changed.notify_all();
-        if inner.end.is_some() {
+        let (ended, waited_for) = (inner.end.is_some(), inner.waiting > 0);
+        drop(inner);
+        if waited_for {
+            shared.made.notify_all();
+        }
+        if ended {
             return;
         }
     }
@@ -336,14 +376,13 @@ fn closed() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buffer::Shape;
-    use crate::header::Width;
+    use crate::batch::Shape;
+    use crate::shard::Width;
 
     #[test]
     fn waits_do_not_grow_for_ever() {
         let mut stats = Stats::default();
-        let shape =
-            Shape { rows: 1, lane_len: 1, width: Width::Two, max_docs: None, loss_mask: false };
+        let shape = Shape { rows: 1, lane_len: 1, width: Width::Two, max_docs: None };
         let batch = Batch::new(&Pool::new(1), shape).unwrap();
         for wait in 0..2 * Stats::WAITS as u64 + 10 {
             stats.record(&batch, Duration::from_secs(wait));
