@@ -11,7 +11,7 @@ import pytest
 
 from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data import ShardFormatError, open_shards
-from jspeed.data.manifest import verify
+from jspeed.data.manifest import read_folder, read_manifest, verify
 from jspeed.errors import BadInput
 
 from .on_disk import shard_bytes
@@ -89,3 +89,66 @@ def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_pa
     ):
         verify(tmp_path)
     assert command(tmp_path / "none")[0] == 2
+
+
+def lose(folder, split):
+    sorted(folder.glob(f"*_{split}_*.bin"))[-1].unlink()
+
+
+def copy_as(name):
+    def change(folder):
+        path = sorted(folder.glob("*_train_*.bin"))[0]
+        (folder / name.format(path.stem)).write_bytes(path.read_bytes())
+
+    return change
+
+
+def rename(folder):
+    path = sorted(folder.glob("*_train_*.bin"))[0]
+    path.rename(folder / "first.bin")
+
+
+def shorten(folder):
+    path = sorted(folder.glob("*_train_*.bin"))[-1]
+    path.write_bytes(shard_bytes(np.arange(50)))
+
+
+def dangle(folder):
+    path = sorted(folder.glob("*_val_*.bin"))[0]
+    path.unlink()
+    path.symlink_to("/not/mounted")
+
+
+CHANGES = {
+    "train shard gone": (lambda folder: lose(folder, "train"), ("train",)),
+    "val shard gone": (lambda folder: lose(folder, "val"), ("val",)),
+    "a browser's copy": (copy_as("{} (1).bin"), ("train",)),
+    "another's shard": (copy_as("more_train_000099.bin"), ("train",)),
+    "hidden copy": (copy_as("._{}.bin"), ("train",)),
+    "copy as val": (copy_as("copy_val.bin"), ("val",)),
+    "renamed": (rename, ("train",)),
+    "whole shard of another size": (shorten, ("train",)),
+    "link to nothing": (dangle, ("val",)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_folder_is_what_its_manifest_says(folder, what):
+    """Names and sizes, of the splits that are read, without --verify."""
+    assert read_folder(folder) == read_manifest(folder)
+    change, splits = CHANGES[what]
+    change(folder)
+    for asked in (("train",), ("val",), ("train", "val")):
+        if set(asked) & set(splits):
+            with pytest.raises(ShardFormatError, match=r"shard .*; .*, or make the folder again"):
+                read_folder(folder, asked)
+        else:
+            read_folder(folder, asked)
+    (folder / "manifest.json").unlink()
+    assert read_folder(folder) is None
+
+
+def test_other_files_in_a_folder_are_nobodys_business(folder):
+    for name in ("notes.txt", "model.bin", "train.npy", "README"):
+        (folder / name).write_text("mine")
+    assert read_folder(folder)

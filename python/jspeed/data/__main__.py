@@ -11,8 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from jspeed.commands.flags import Command, parse
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
-from jspeed.data.find_shards import find_split, map_tokens, split_of
-from jspeed.data.manifest import SPLITS, Manifest, read_manifest, verify
+from jspeed.data.find_shards import find_split, map_tokens
+from jspeed.data.manifest import SPLITS, Manifest, read_folder, read_manifest, split_of, verify
 from jspeed.errors import BadInput, run_script
 from jspeed.fields import Wants
 from jspeed.standard_streams import end_at_ctrl_c
@@ -93,6 +93,7 @@ def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool =
         verify_: Also compare every byte with the hashes of manifest.json.
     """
     describe(folder)
+    read_folder(folder)
     if not verify_:
         return
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from jspeed._dataloader import HEADER_BYTES, Shards
 from jspeed.data.errors import ShardError, ShardFormatError
-from jspeed.data.manifest import Split
+from jspeed.data.manifest import Split, split_of
 from jspeed.errors import BadInput
 
 _REMEDY = "make some with `jspeed prepare text FILES --out DIR`"
@@ -45,17 +44,6 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
             f"no shard matches the pattern {pattern}, at least one was expected; {_REMEDY}"
         )
     return Shards(paths)
-
-
-def split_of(path: Path) -> Split | None:
-    """Return the split that the name of a file says: the last ``train`` or ``val`` between
-    underscores; or None.
-
-    So do names of jspeed and FineWeb (``NAME_train_000001.bin``), of llm.c (``NAME_train.bin``),
-    and of nanoGPT (``train.bin``).
-    """
-    said: list[Split] = re.findall(r"(?:^|_)(train|val)(?=_|$)", path.stem)
-    return said[-1] if said else None
 
 
 def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:

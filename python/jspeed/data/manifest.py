@@ -3,9 +3,8 @@ whether they are so."""
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
@@ -147,6 +146,66 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str, Any]]:
         yield "splits", f"the totals of files, {json.dumps(totals)}", manifest["splits"]
 
 
+def read_folder(folder: Path, splits: Sequence[Split] = SPLITS) -> Manifest | None:
+    """Return :func:`read_manifest` of ``folder``, whose shards of ``splits`` are those that it
+    lists, with their names and sizes. Without one there is nothing to compare.
+
+    Raises BadInput as it does, and :class:`ShardFormatError` for a shard that is missing, has
+    another size or is not listed.
+    """
+    manifest = read_manifest(folder)
+    if manifest:
+        compare(folder, manifest, splits)
+    return manifest
+
+
+def compare(folder: Path, manifest: Manifest, splits: Sequence[Split] = SPLITS) -> None:
+    """Raise :class:`ShardFormatError` where ``folder`` holds other shards of ``splits`` than
+    ``manifest`` lists, by names and sizes."""
+    listed = {file["name"]: file for file in manifest["files"]}
+    faults = [_fault(folder, file) for file in listed.values() if file["split"] in splits]
+    faults += [
+        f"shard {path} is not listed in manifest.json, but would be read; remove it"
+        for path in sorted(folder.glob("*.bin"))
+        if path.name not in listed and split_of(path) in splits
+    ]
+    _raise_first([fault for fault in faults if fault])
+
+
+def _fault(folder: Path, file: Shard) -> str | None:
+    path = folder / file["name"]
+    if split_of(path) != file["split"]:
+        return (
+            f"shard {path} is listed in manifest.json as {file['split']}, which its name does not"
+            " say; rename it"
+        )
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"shard {path} should be there but cannot be read ({error.strerror}); copy it again"
+    if size != file["bytes"]:
+        return f"shard {path} should have {file['bytes']} bytes but has {size}; copy it again"
+    return None
+
+
+def _raise_first(faults: Sequence[str]) -> None:
+    if faults:
+        wrong, _, advice = faults[0].rpartition("; ")
+        more = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
+        raise ShardFormatError(f"{wrong}{more}; {advice}, or {REMEDY}")
+
+
+def split_of(path: Path) -> Split | None:
+    """Return the split that the name of a file says: the last ``train`` or ``val`` between
+    underscores; or None.
+
+    So do names of jspeed and FineWeb (``NAME_train_000001.bin``), of llm.c (``NAME_train.bin``),
+    and of nanoGPT (``train.bin``).
+    """
+    said: list[Split] = re.findall(r"(?:^|_)(train|val)(?=_|$)", path.stem)
+    return said[-1] if said else None
+
+
 def complete_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of ``folder`` if it is valid and every shard it lists is there with its
     size, else None."""
@@ -182,36 +241,31 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
     if manifest is None:
         raise BadInput(
             f"{folder} has no manifest.json with the hashes to verify against, one was expected;"
-            f" {REMEDY}"
+            " copy it too, or make the folder again with `jspeed prepare`"
         )
     files = manifest["files"]
     total = sum(file["bytes"] for file in files)
-    if others := {path.name for path in folder.glob("*.bin")} - {file["name"] for file in files}:
-        raise ShardFormatError(
-            f"shard {folder / min(others)} is not listed in manifest.json, but training would read"
-            f" it; remove it, or {REMEDY}"
-        )
+    compare(folder, manifest)
 
     def fault(file: Shard) -> str | None:
         path = folder / file["name"]
         sha = hashlib.sha256()
         try:
             with open_regular(path) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                if size != file["bytes"]:
-                    return f"shard {path} should have {file['bytes']} bytes but has {size}"
                 while chunk := opened.read(READ_BYTES):
                     sha.update(chunk)
                     progress(len(chunk), total)
         except OSError as error:
-            return f"shard {path} should be there but cannot be read ({error.strerror})"
+            return (
+                f"shard {path} should be there but cannot be read ({error.strerror}); copy it again"
+            )
         if sha.hexdigest() != file["sha256"]:
-            return f"shard {path} should have SHA-256 {file['sha256']} but has {sha.hexdigest()}"
+            return (
+                f"shard {path} should have SHA-256 {file['sha256']} but has {sha.hexdigest()}; copy"
+                " it again"
+            )
         return None
 
     with ThreadPoolExecutor(cores()) as pool:
-        faults = [wrong for wrong in pool.map(fault, files) if wrong]
-    if faults:
-        more = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
-        raise ShardFormatError(f"{faults[0]}{more}; copy it again or {REMEDY}")
+        _raise_first([wrong for wrong in pool.map(fault, files) if wrong])
     return total

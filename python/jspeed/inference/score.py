@@ -15,7 +15,7 @@ from rich.console import Console
 from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
-from jspeed.data.manifest import read_manifest
+from jspeed.data.manifest import Split, read_folder
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
 from jspeed.files import read_text
@@ -68,7 +68,8 @@ def validate(
     tokens are not the model's, by its manifest or by the ids themselves. With retrieval the index
     is of the folder's training tokens (:func:`index_of`).
     """
-    manifest: Mapping[str, Any] = read_manifest(folder) or {}
+    reads: tuple[Split, ...] = ("train", "val") if model.recipe.retrieval else ("val",)
+    manifest: Mapping[str, Any] = read_folder(folder, reads) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:

@@ -19,7 +19,7 @@ from jspeed.base.processes import gather, require_equal
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.manifest import read_manifest
+from jspeed.data.manifest import read_folder, read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
@@ -208,7 +208,7 @@ def open_data(
     """
     recipe, folder = loaded.recipe, data_folder(loaded.recipe, options.data)
     shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
-    manifest = read_manifest(folder)
+    manifest = read_folder(folder)
     needs, aligned = recipe.data, recipe.data.align is not None
     tokenizer = (
         loaded.fields["tokens"]["tokenizer"]
