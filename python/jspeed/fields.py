@@ -151,7 +151,7 @@ def parse_json(content: bytes, path: Path, check: Callable[[Any], None], remedy:
     in ``remedy``.
     """
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         value = json.loads(text)
     except json.JSONDecodeError as error:
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")

@@ -1,10 +1,12 @@
 """Atomic file writes, file hashes, and the cache folder."""
 
+import codecs
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -151,12 +153,63 @@ def as_text(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+# How files begin that stand for another: what they are, and what fetches the content.
+PLACEHOLDERS = {
+    rb"version https://(git-lfs|hawser)\.github\.com/spec/": "a Git LFS pointer; git lfs pull",
+    rb"(/|[./]*\.git/)annex/objects/": "a git-annex pointer; git annex get",
+    rb"# xet version ": "a pointer of Hugging Face's Xet storage; hf download",
+    rb'\{"url": ?"https://docs\.google\.com/': "a shortcut of Google Drive; export it there",
+}
+LONGEST_PLACEHOLDER = 1024  # bytes
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a
-    device has no end."""
-    return os.fdopen(
-        _if_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb"
-    )
+    """Open a file to read. Raises OSError for what is no regular file (a pipe is waited for, a
+    device has no end), and for a link or a small text that stands for a content which is not
+    here."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        target = os.readlink(path)
+        what = "; git annex get fetches it" if b"annex/objects" in os.fsencode(target) else ""
+        raise OSError(
+            errno.EINVAL, f"a link to {as_text(target)}, which is not here{what}", os.fspath(path)
+        ) from None
+    file = os.fdopen(_if_regular(handle, path), "rb")
+    if os.fstat(file.fileno()).st_size <= LONGEST_PLACEHOLDER:
+        head = file.peek(LONGEST_PLACEHOLDER)
+        for start, what in PLACEHOLDERS.items():
+            if re.match(start, head):
+                file.close()
+                stands, _, fetch = what.partition("; ")
+                raise OSError(
+                    errno.EINVAL,
+                    f"it is {stands}, not the file itself: `{fetch}` fetches that",
+                    os.fspath(path),
+                )
+    return file
+
+
+def what_instead(path: str | os.PathLike[str]) -> str | None:
+    """Return what a file is that should be binary and is not: a placeholder, a web page, zeros, or
+    the text that it begins with; None where that cannot be told."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(LONGEST_PLACEHOLDER)
+    except OSError as error:
+        return error.strerror
+    if head and not head.strip(b"\0"):
+        return "it begins with zeros only: a stub of a cloud drive, or never written"
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if re.match(rb"<(!doctype|html|head|\?xml|error)\b", text, re.IGNORECASE):
+        return "it is a web page, as of an error or a log-in: fetch the file again"
+    try:
+        line = text[:80].decode().splitlines()[0]
+    except (UnicodeDecodeError, IndexError):
+        return None
+    return f"it begins with the text {line!r}" if line.isprintable() and len(line) > 3 else None
 
 
 def _if_regular(handle: int, path: str | os.PathLike[str]) -> int:

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from jspeed.corpus.compressed import BLOCK_BYTES, FORMATS, open_input
 from jspeed.errors import BadInput
-from jspeed.files import open_regular
+from jspeed.files import open_regular, what_instead
 
 SEPARATOR = b"<|endoftext|>"
 # Endings, in any case. What ends in .json is a configuration or one list as often as it is
@@ -76,6 +76,8 @@ def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> It
     cut = _cut_lines if kind in LINES else _cut_texts
     with open_input(path) as (file, raw):
         done, start = 0, len(codecs.BOM_UTF8) if file.peek().startswith(codecs.BOM_UTF8) else 0
+        if (head := file.peek()) and not head.strip(b"\0"):
+            raise BadInput(f"{path} cannot be read ({what_instead(path)}); fetch it again")
         file.read(start)  # a byte order mark is no text
         for segment in cut(path, file, start):
             yield segment
@@ -195,7 +197,8 @@ def _parquet(path: Path) -> Iterator[Any]:
             yield file
     except (ArrowException, OSError) as error:
         raise BadInput(
-            f"{path} is corrupt or not parquet ({str(error).splitlines()[0]}); fetch it again"
+            f"{path} is corrupt or not parquet"
+            f" ({what_instead(path) or str(error).splitlines()[0]}); fetch it again"
         ) from None
 
 

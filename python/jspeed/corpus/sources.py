@@ -15,7 +15,7 @@ from jspeed.corpus.chunks import LINES, TABLES, TEXTS, ending
 from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
-from jspeed.files import as_text, read_input, sha256_of
+from jspeed.files import as_text, open_regular, read_input, sha256_of, what_instead
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter,
 # turtledemo, ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils)
@@ -143,6 +143,8 @@ def _names(given: Path) -> list[str]:
             raise BadInput(f"input folder {given} holds no {ENDINGS} file")
         return names
     if not given.exists():
+        if given.is_symlink():
+            open_regular(given)  # raises: where the link leads to
         raise BadInput(f"input {given} does not exist; give a {ENDINGS} file or a folder of them")
     if not given.is_file():
         raise BadInput(f"input {given} is neither a file nor a folder; save it to a file first")
@@ -196,5 +198,6 @@ def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
     try:
         stats = [os.stat(path) for _, path in files]
     except OSError as error:
-        raise BadInput(f"{error.filename} cannot be read ({error.strerror})") from None
+        why = what_instead(error.filename) or error.strerror
+        raise BadInput(f"{error.filename} cannot be read ({why})") from None
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

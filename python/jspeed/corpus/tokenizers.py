@@ -1,6 +1,7 @@
 """Text to token ids and back: tiktoken's encodings, a tokenizer.json, bytes, or a list of
 symbols."""
 
+import codecs
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from jspeed.data.folder import id_dtype
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
-from jspeed.files import read_input, write_whole
+from jspeed.files import read_input, what_instead, write_whole
 
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
 # beside the shards, and in the run directory, of a tokenizer that is a file
@@ -250,13 +251,14 @@ def file_tokenizer(path: Path) -> Tokenizer:
         raise BadInput(
             f"{path} needs the package tokenizers to be read; pip install '.[tokenizers]'"
         ) from None
-    content = read_input(path, "give a tokenizer.json")
+    content = read_input(path, "give a tokenizer.json").removeprefix(codecs.BOM_UTF8)
     try:
         made = tokenizers.Tokenizer.from_buffer(content)
         settings = json.loads(content)
     except Exception as error:  # the library raises nothing more precise
         raise BadInput(
-            f"{path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads ({error})"
+            f"{path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads"
+            f" ({what_instead(path) if not content.strip().startswith(b'{') else error})"
         ) from None
     made.no_truncation()
     made.no_padding()

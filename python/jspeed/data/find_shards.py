@@ -13,6 +13,7 @@ from jspeed._dataloader import HEADER_BYTES, Shards
 from jspeed.data.errors import ShardError, ShardFormatError
 from jspeed.data.manifest import Split, split_of
 from jspeed.errors import BadInput
+from jspeed.files import what_instead
 
 _REMEDY = "make some with `jspeed prepare text FILES --out DIR`"
 _NAMES = {"train": "training", "val": "validation"}
@@ -34,16 +35,27 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
         BadInput: An empty list was given, or shards of both kinds.
     """
     if not isinstance(files, str | os.PathLike):
-        return Shards([os.fspath(path) for path in files])
+        return _open([os.fspath(path) for path in files])
     pattern = os.fspath(files)
     if os.path.isfile(pattern) or not glob.has_magic(pattern):
-        return Shards([pattern])
+        return _open([pattern])
     paths = glob.glob(pattern)
     if not paths:
         raise ShardError(
             f"no shard matches the pattern {pattern}, at least one was expected; {_REMEDY}"
         )
-    return Shards(paths)
+    return _open(paths)
+
+
+def _open(paths: list[str]) -> Shards:
+    """Open shards; where one is none, say what it is instead."""
+    try:
+        return Shards(paths)
+    except ShardError as error:
+        for path in paths:
+            if str(path) in str(error) and (what := what_instead(path)):
+                raise type(error)(f"{error} ({what})") from None
+        raise
 
 
 def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:

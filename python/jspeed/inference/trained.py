@@ -1,6 +1,7 @@
 """Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's
 GPT-2."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     metadata = metadata_of(path / FILE)
     if LEFT_OUT in metadata and (run_dir / "checkpoints" / metadata[STEP]).is_dir():
         step = int(metadata[STEP])
-    if step is None and ((path / FILE).is_file() or "recipe" not in config):
+    if step is None and (os.path.lexists(path / FILE) or "recipe" not in config):
         arrays = read_parameters(path, loaded.recipe)
         params = jax.tree.map(put, arrays, shardings["params"])
     else:

@@ -229,7 +229,7 @@ def damage(folder: Path, step: int) -> str | None:
     except OSError as error:
         if error.errno not in ABSENT:
             raise _unreadable(place / name, error) from None
-        return f"{name} is {'missing' if error.errno == errno.ENOENT else 'not a regular file'}"
+        return f"{name}: {'it is missing' if error.errno == errno.ENOENT else error.strerror}"
     except (ValueError, AttributeError) as error:
         return f"{HASHES} cannot be understood: {error}"
     return None

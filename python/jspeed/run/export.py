@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 
 from jspeed.errors import BadInput, nearest
-from jspeed.files import atomic_path, open_regular, read_json, sha256_of
+from jspeed.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.recipe import Recipe, leaves, without_lazy
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.gpt2 import BUFFERS, Tensors, check_sizes, from_gpt2, is_gpt2
@@ -176,7 +177,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
                         )
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise BadInput(
-                f"{file} cannot be read as safetensors ({error}); copy or download it again"
+                f"{file} cannot be read as safetensors ({what_instead(file) or error}); copy or"
+                " download it again"
             ) from None
     return tensors, metadata
 
@@ -189,9 +191,9 @@ def fingerprint(path: Path) -> str:
 
 def _files(path: Path) -> list[Path]:
     index = path / f"{FILE}.index.json"
-    if path.is_file():
+    if path.is_file() or (path.is_symlink() and not path.exists()):
         return [path]
-    if (path / FILE).is_file():
+    if os.path.lexists(path / FILE):
         return [path / FILE]
     if index.is_file():
         try:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
-from jspeed.files import as_text
+from jspeed.files import as_text, read_regular
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
 from jspeed.recipe_names import FOLDER, locate
 
@@ -71,7 +71,8 @@ def find(
     """
     path = locate(name_or_path)
     try:
-        source = path.read_text(encoding="utf-8")
+        source = read_regular(path).decode("utf-8-sig")
+        source = source.replace("\r\n", "\n").replace("\r", "\n")
         tree = ast.parse(source, filename=as_text(path))
         literals = _fields(tree)
         fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
