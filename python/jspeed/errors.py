@@ -27,7 +27,7 @@ class NoRoom(BadInput):
 
 
 class Terminated(SystemExit):
-    """SIGTERM or SIGUSR1 before there is a state to save: exit code 143."""
+    """SIGTERM, or a scheduler's warning, before there is a state to save: exit code 143."""
 
 
 def say(line: str) -> None:

@@ -132,7 +132,9 @@ def test_none_that_is_known_to_be_whole_is_refused(tmp_path):
         path.unlink()
     before = contents(folder)
     message = said(lambda: checkpoint.newest(folder))
-    assert "step 20: sha256.json is missing; step 10:" in message and "start at step 0" in message
+    assert (
+        "step 20: sha256.json: it is missing; step 10:" in message and "start at step 0" in message
+    )
     assert contents(folder) == before
     assert checkpoint.newest(folder / "none") == (None, {})
 

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.cluster.rank import HOST, valid_host, visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import PEER_LOST, BadInput, say
@@ -185,14 +186,12 @@ def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
     """Start this node's processes and wait for them; return the exit code, and whether --results
     could be written."""
     received: list[int] = []  # signals: handlers do no work
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in signals
-    }
     processes: dict[int, subprocess.Popen[str]] = {}  # by rank
     pumps: list[threading.Thread] = []
-    with tempfile.TemporaryDirectory(prefix="jspeed-results-") as results:
+    with (
+        tempfile.TemporaryDirectory(prefix="jspeed-results-") as results,
+        handled((*ENDINGS, *WARNINGS, signal.SIGINT), lambda number, _: received.append(number)),
+    ):
         for local in range(launch.local_count):
             rank = launch.node_rank * launch.local_count + local
             result = {RESULT: str(Path(results, str(rank)))} if launch.results else {}
@@ -202,8 +201,6 @@ def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
             pumps += _prefix(processes[rank], rank)
         code = _watch(launch, processes, received)
         _join(pumps)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         return code, launch.results is None or _write_results(
             launch.results, Path(results), processes
         )
@@ -270,7 +267,7 @@ def _watch(
         now = time.monotonic()
         while received:
             send(number := received.pop(0))
-            if number != signal.SIGUSR1 and not stop:
+            if number not in WARNINGS and not stop:
                 stop, kill_at = number, now + launch.grace
         ended = [rank for rank, process in alive.items() if process.poll() is not None]
         # after the one that was lost

@@ -310,10 +310,7 @@ def say_opening(
     differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
     clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
     again = recipe.retrieval and data.shards.num_tokens < recipe.tokens
-    twice = (
-        "the run reads its text more than once, and from then on its index knows what comes next:"
-        " take fewer steps"
-    )
+    twice = "text is read more than once, whose index knows what comes next: take fewer steps"
     notes = (
         platform_problem(device.platform),
         clash,

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jspeed.base import processes
 from jspeed.base.processes import Stop
+from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, Terminated, first_line
 from jspeed.parallel.mesh import batch_rows, put_rows
@@ -320,7 +321,7 @@ def ctrl_c_ends(stop: Stop) -> Iterator[None]:
         stop.request("interrupted")
         signal.signal(signal.SIGINT, usual)
 
-    with handled((signal.SIGINT,), first):
+    with handled((signal.SIGINT,), lambda *_: first()):
         yield
 
 
@@ -329,16 +330,6 @@ def _terminate() -> None:
 
 
 def sigterm_is(call: Callable[[], object]) -> AbstractContextManager[None]:
-    """Let SIGTERM, or the SIGUSR1 that Slurm can send before it, ``call`` instead of killing."""
-    return handled((signal.SIGTERM, signal.SIGUSR1), call)
-
-
-@contextmanager
-def handled(numbers: Sequence[int], call: Callable[[], object]) -> Iterator[None]:
-    """Let the signals of these ``numbers`` ``call``."""
-    previous = [signal.signal(number, lambda *_: call()) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, previous, strict=True):
-            signal.signal(number, handler)
+    """Let SIGTERM, and what schedulers and terminals send before they kill, ``call`` instead of
+    killing."""
+    return handled((*ENDINGS, *WARNINGS), lambda *_: call())

@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from types import FrameType
 from typing import NamedTuple
 
+from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import flag
@@ -210,7 +211,7 @@ def make_runs(
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run ``command`` and return its exit code (of a signal: 128 + its number).
 
-    SIGTERM and SIGUSR1 are forwarded to it; Ctrl-C it gets itself.
+    What ends a run early is forwarded to it; Ctrl-C it gets itself.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -220,17 +221,15 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
         if child:
             child.send_signal(number)
 
-    heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: forward, signal.SIGUSR1: forward}
-    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
-    try:
+    with (
+        handled((*ENDINGS, *WARNINGS), forward),
+        handled((signal.SIGINT,), lambda *_: None),
+    ):
         child = subprocess.Popen(command, env=environment)
         for number in received[:]:  # what came before the child was there
             child.send_signal(number)
         code = child.wait()
         return 128 - code if code < 0 else code
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def default_folder(name: str) -> Path:
