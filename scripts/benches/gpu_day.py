@@ -169,13 +169,9 @@ def stages(day: Day) -> None:
 
 
 def own(day: Day) -> None:
-    """Each own kernel beside XLA's, alone; jspeed2's last stage without and with them."""
+    """Each own kernel beside XLA's, alone; a whole step without them is in `stages`."""
     if not TOY:
         day.result("own kernels alone", fused)
-    for word in ("off",) if TOY else ("off", "on"):
-        day.result(
-            f"stage jspeed2, own kernels {word}", partial(stage, "jspeed2", [f"OWN_KERNELS={word}"])
-        )
 
 
 def fused() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Attention against a dense float64 mask, forward and backward, for borders and windows
 anywhere."""
 
-import importlib.util
 import re
 from functools import partial
 
@@ -401,39 +400,6 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
         tags(documents, 3)
 
 
-@pytest.mark.parametrize("max_docs", [None, 3, 4, 9])
-@pytest.mark.parametrize("window", [None, 1, 6])
-def test_fa4_call(monkeypatch, max_docs, window):
-    if importlib.util.find_spec("fa4_jax") is None:
-        pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
-    monkeypatch.setattr(
-        attention_backends, "fa4", partial(attention_backends.fa4, implementation="reference")
-    )
-    tokens = np.ones((2, 20), int)
-    tokens[0, [0, 6, 7, 15]] = tokens[1, [3, 19]] = BOS
-    documents = find_documents(jnp.asarray(tokens), BOS, max_docs) if max_docs else None
-    q, k, v, dout = jnp.asarray(normal(2, 20, 2, 8), jnp.bfloat16)
-
-    def call(backend):
-        def of(*qkv):
-            return attention(*qkv, scale=0.3, documents=documents, window=window, backend=backend)
-
-        out, back = jax.vjp(of, q, k, v)
-        return out, *back(dout)
-
-    overflown = max_docs == 3
-    for name, found, expected in zip(
-        ("out", "dq", "dk", "dv"), call("fa4"), call("xla"), strict=True
-    ):
-        found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
-        if overflown:
-            assert np.isnan(found[0]).all()
-        if overflown and name != "out":
-            continue  # the stand-in multiplies one lane's NaN by another's zero weights
-        first = 1 if overflown else 0
-        np.testing.assert_allclose(found[first:], expected[first:], atol=0.05)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -444,7 +410,6 @@ def test_fa4_call(monkeypatch, max_docs, window):
         ({"backend": "cudnn", "width": 264}, "head widths .* found 264"),
         ({"backend": "cudnn", "lanes": 2**20}, "counts elements in int32"),
         ({"backend": "cudnn", "max_docs": None}, "give find_documents a max_docs"),
-        ({"backend": "fa4", "max_docs": None}, "give find_documents a max_docs"),
         (
             {"backend": "splash", "dtype": jnp.float16},
             "'splash' takes bfloat16, found q in float16",
@@ -491,8 +456,5 @@ def test_refuses_what_the_library_refuses(monkeypatch):
     if fused.cuda_versions is None:
         with pytest.raises(BadInput, match="finds no cuDNN"):
             attention(x, x, x, scale=1.0, documents=documents, backend="cudnn")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match="pip install 'jspeed"):
-        attention(x, x, x, scale=1.0, backend="fa4")
     with pytest.raises(BadInput, match="max_docs=0"):
         find_documents(jnp.zeros((1, 4), jnp.int32), BOS, 0)
