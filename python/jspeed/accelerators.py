@@ -75,8 +75,8 @@ def cuda_root(
     itself.
 
     With CUDA 13's libraries in ``packages`` (folders of sys.path) and no nvidia-cuda-nvcc beside
-    them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's, and own kernels do not
-    compile.
+    them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's, and own kernels may not
+    compile; with 0.11.2 they do.
     """
     folders = [path / "nvidia" / "cu13" for path in packages]
     there = [folder for folder in folders if folder.is_dir()]

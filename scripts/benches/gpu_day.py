@@ -1,48 +1,41 @@
-"""What a first hour on a GPU should find out, in parts of at most ten minutes;
-``scripts/gpu_day.sh`` calls it.
+"""What a first quarter of an hour on a GPU finds out, and the hours after it, in calls of at most
+ten minutes; ``scripts/gpu_day.sh`` calls it.
 
-Every result is one line of JSON, on disk before the next begins, the cheapest and most decisive
-first. A part that was stopped goes on where it was; what ended its process is tried once more, with
-what is compiled already. ``table`` prints predicted beside measured.
+Each task is a process. Several prepare at once (imports, traces, compilations), and one at a time
+has the device, so that it measures nearly always. Every result is one line of JSON, on disk before
+the next is told, the cheapest and most decisive first. A call that was stopped goes on where it
+was, on another machine too: what it left in OUT, results and compiled programs, is read back.
 """
 
-import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tarfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benches import gpu_measurements as measure
-from benches.gpu_measurements import TOY, sets_of
+from benches import gpu_tasks
+from benches.gpu_tables import say_plan, table
+from benches.gpu_tasks import TOY, Task
 from jspeed import accelerators
-from jspeed.errors import BadInput, run_script, type_and_line
-from jspeed.model import fp8
-from jspeed.plan import predict
-from jspeed.plan.attention import EMPTY_KERNELS, TILE
-from jspeed.plan.target import load_target
-from jspeed.recipe import OWN_KERNELS
-from jspeed.run.clock import now
-from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.compile_cache import use_compile_cache
+from jspeed.errors import BadInput, run_script
 
-# a part begins nothing after these, and is killed after 600
-SECONDS = float(os.environ.get("PART_SECONDS", 540))
-TRIES = 2  # what is not done after as many, a kill at the part's end among them, is left
-LATER = 75  # exit code: run the part again, it has more to do (EX_TEMPFAIL)
-
-Known = Mapping[str, Mapping[str, Any]]  # results by name
-
-
-class Later(Exception):
-    """The part's time is over."""
+# a call begins no task after these, and ends those that run after as many and GRACE
+SECONDS = float(os.environ.get("PART_SECONDS", 520))
+GRACE = 30.0
+SILENT = 240.0  # seconds after which a task that says nothing is ended
+TRIES = 2  # what ended its process as often is left
+LATER = 75  # exit code: make the call again, it has more to do (EX_TEMPFAIL)
+AT_ONCE = 2 if TOY else 5  # processes
+PIECE, PIECES = 15 * 2**20, 4  # bytes of a file of compiled programs, and their number
 
 
 class Day:
@@ -51,290 +44,176 @@ class Day:
 
     def __init__(self, *folders: Path) -> None:
         self.files = [folder / "results.jsonl" for folder in folders]
-        self.began = now()
+        self.began = time.time()
         self.known: dict[str, dict[str, Any]] = {}
+        self.lock = threading.Lock()
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        if self.files[0].exists():
-            text = self.files[0].read_text()
-            if text and not text.endswith("\n"):
-                self.files[0].write_text(text + "\n")
-            for line in text.splitlines():
-                with suppress(ValueError):  # of a kill in the middle of a line
-                    one = json.loads(line)
-                    self.known[one["name"]] = self.known.get(one["name"], {}) | one
+        if self.files[0].exists() and not self.files[0].read_text().endswith("\n"):
+            with self.files[0].open("a") as file:
+                file.write("\n")
+        for line in whole_lines(self.files[0]):
+            one = json.loads(line)
+            self.known[one["name"]] = self.known.get(one["name"], {}) | one
 
     def write(self, name: str, **facts: Any) -> None:
-        """Keep a result and print it."""
+        """Keep a result and print it. It says when it was told (``at``), and in which call."""
+        facts |= {"at": round(time.time(), 2), "call": round(self.began, 2)}
         line = json.dumps({"name": name, **facts}, default=str)
-        self.known[name] = self.known.get(name, {}) | json.loads(line)
-        for path in self.files:
-            with path.open("a") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        if "began" not in facts:
-            print(line[:600], flush=True)
+        with self.lock:
+            self.known[name] = self.known.get(name, {}) | json.loads(line)
+            for path in self.files:
+                with path.open("a") as file:
+                    file.write(line + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            print(line[:400], flush=True)
 
-    def result(self, name: str, call: Callable[[], Mapping[str, Any]]) -> None:
-        """Find a result out unless it is known. Raises :class:`Later` when the part's time is
-        over."""
-        before = self.known.get(name, {})
-        if "seconds" in before:
-            return
-        if before.get("began", 0) >= TRIES:
-            self.write(name, seconds=0.0, failed=f"the process ended before it, {TRIES} times")
-            return
-        if now() - self.began > SECONDS:
-            raise Later
-        self.write(name, began=before.get("began", 0) + 1)
-        began = now()
-        try:
-            facts: Mapping[str, Any] = call()
-        except Exception as error:  # whatever a library raises is the result
-            facts = {"failed": type_and_line(error)}
-        gc.collect()
-        self.write(name, seconds=round(now() - began, 1), **facts)
+    def left(self, task: Task) -> list[str]:
+        """The results of a task that are not known."""
+        return [name for name in task.names if "seconds" not in self.known.get(name, {})]
+
+    @property
+    def late(self) -> bool:
+        """Whether this call begins nothing more."""
+        return time.time() - self.began > SECONDS
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Lines of a file of results, but for those that a kill cut short."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            json.loads(line)
+            found.append(line)
+    return found
 
 
 def main(part: str, *folders: str) -> int:
-    """Run a part, or print the table; returns an exit code."""
-    day = Day(*map(Path, folders))
+    """Make a call, or print a table; returns an exit code."""
+    own, *copies = map(Path, folders)
+    read_back(own)
+    day = Day(own, *copies)
     if part == "table":
         print("\n".join(table(day.known)))
         return 0
+    if part == "plan":
+        print("\n".join(say_plan(day.known, own)))
+        return 0
     if not TOY and not accelerators.find().gpus:
         raise BadInput("there is no NVIDIA GPU in /dev; GPU_DAY=toy tries the parts on a CPU")
-    try:
-        PARTS[part](day)
-    except Later:
-        print(f"{part}: time is over, run it again for the rest", flush=True)
-        return LATER
-    return 0
+    for path in copies:
+        if day.known:
+            shutil.copyfile(own / "results.jsonl", path / "results.jsonl")
+    os.environ["TURN"] = str(own / "turn")
+    tasks = [task for task in gpu_tasks.PARTS[part](own) if day.left(task)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for _ in pool.map(lambda task: work(day, task), tasks):
+            pass
+    for path in copies:
+        pack(own / "cache", path)
+    left = [name for task in tasks for name in day.left(task)]
+    if tasks:
+        day.write("end of a call", left=len(left))
+    if left:
+        print(f"{part}: time is over with {len(left)} results to go, make the call again")
+    return LATER if left else 0
 
 
-def probe(day: Day) -> None:
-    """Versions, what the preflight says of each kernel, attention, FP8 and scatters at the records'
-    shapes."""
-    use_compile_cache()
-    day.result("environment", measure.environment)
-    backends = ("xla",) if TOY else ("cudnn", "cudnn_lanes", "triton", "xla")
-    kinds: dict[str, dict[str, bool]] = {
-        "packed": {},
-        "causal": {"packed": False},
-        "longest document": {"bounded": True},
-        "documents tagged": {"tagged": True},
-    }
-    for backend in backends:
-        for kind, how in kinds.items():
-            if kind in ("packed", "causal") or backend in ("cudnn", "xla"):
-                check = partial(
-                    preflight_checks.attention_error, backend, 128, **{"packed": True} | how
-                )
-                day.result(f"preflight {backend}, {kind}", partial(measure.wrong, check))
-    day.result("preflight FP8", partial(measure.wrong, preflight_checks.fp8_error))
-    for kernel in sorted(OWN_KERNELS):
-        check = partial(preflight_checks.own_kernel_error, kernel)
-        day.result(f"preflight own kernel {kernel}", partial(measure.wrong, check))
-    for name in ("jspeed3", "r92", "r89"):
-        kept: dict[str, list[np.ndarray]] = {}
-        for backend in backends:
-            day.result(
-                f"attention {backend} as {name}", partial(measure.attend, backend, name, kept)
-            )
-    tagged = partial(measure.attend, backends[0], "jspeed3", {}, tagged=True)
-    day.result(f"attention {backends[0]}, documents tagged, as jspeed3", tagged)
-    for scales in (None, fp8.Scales(768**0.5 / 448, 2**-9, 1 / 448)):
-        for triton in (False, True):
-            name = (
-                f"head {'FP8' if scales else 'bf16'}, Triton's matmuls {'on' if triton else 'off'}"
-            )
-            day.result(name, partial(measure.head, scales, triton))
-    day.result("scatter-add", measure.scatter_add)
+def work(day: Day, task: Task) -> None:
+    """Find out what is not known of a task's results, in as many processes as that takes."""
+    while (names := day.left(task)) and not day.late:
+        begun = time.time()
+        running = names[0]
+        last = ""
+        for line in lines_of(task, names, day.began + SECONDS + GRACE):
+            told: Any = {}
+            with suppress(ValueError):
+                told = json.loads(line)
+            if not isinstance(told, dict) or told.get("name") not in names:
+                last = line.strip() or last
+            elif "begins" in told:
+                running, begun = told["name"], time.time()
+            else:
+                seconds = {"seconds": round(time.time() - begun, 1)}
+                day.write(told.pop("name"), **seconds | told)
+        if running in day.left(task) and time.time() < day.began + SECONDS + GRACE:
+            tries = day.known.get(running, {}).get("tries", 0) + 1
+            facts: dict[str, Any] = {"tries": tries, "died": last[:300]}
+            if tries >= TRIES:
+                facts |= {
+                    "seconds": 0.0,
+                    "failed": f"its process ended {tries} times: {last[:300]}",
+                }
+            day.write(running, **facts)
 
 
-def stages(day: Day) -> None:
-    """Step times of recipes' longest stages, as one of eight GPUs runs them."""
-    for name in ("jspeed3", "r92"):
-        day.result(f"stage {name}", partial(stage, name))
-    day.result("stage jspeed3, own kernels off", partial(stage, "jspeed3", ["OWN_KERNELS=off"]))
-    for name in ("r89", "r29"):
-        day.result(f"stage {name}", partial(stage, name))
-    one = partial(stage, "r29")
-    day.result(
-        "stage r29, Triton's matmuls on", partial(one, flags="--xla_gpu_enable_triton_gemm=true")
+def lines_of(task: Task, names: Sequence[str], until: float) -> Iterator[str]:
+    """Yield what a process prints that finds out ``names``; it ends ``until`` then, when it is
+    silent for long, and with this process."""
+    words = [sys.executable, "-m", "benches.gpu_tasks", task.kind, json.dumps(names)]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {task.flags}".strip()
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"XLA_FLAGS": flags},
+    ) as process:
+        assert process.stdout is not None
+
+        def watched() -> threading.Timer:
+            timer = threading.Timer(max(0.0, min(SILENT, until - time.time())), process.kill)
+            timer.daemon = True
+            timer.start()
+            return timer
+
+        timer = watched()
+        for line in process.stdout:
+            timer.cancel()
+            timer = watched()
+            yield line
+        timer.cancel()
+
+
+def pack(cache: Path, out: Path) -> None:
+    """Write compiled programs, the newest first, into files ``cache.tar.N`` of ``out`` that are
+    small enough to be carried; no more than PIECES of them."""
+    entries = sorted(
+        (path for path in cache.rglob("*") if path.is_file() and not path.name.endswith("-atime")),
+        key=lambda path: -path.stat().st_mtime,
     )
-    day.result("stage r29, no CUDA graphs", partial(one, flags="--xla_gpu_enable_command_buffer="))
-    day.result("stage r29, attention triton", partial(one, attention="xla" if TOY else "triton"))
+    whole = BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as tar:
+        for path in entries:
+            if whole.tell() + path.stat().st_size + 4096 < PIECE * PIECES:
+                tar.add(path, path.relative_to(cache))
+    data = whole.getvalue()
+    for number in range(PIECES):
+        piece = data[number * PIECE : (number + 1) * PIECE]
+        target = out / f"cache.tar.{number}"
+        target.unlink(missing_ok=True)
+        if piece:
+            target.write_bytes(piece)
 
 
-def own(day: Day) -> None:
-    """Each own kernel beside XLA's, alone; a whole step without them is in `stages`."""
-    if not TOY:
-        day.result("own kernels alone", fused)
-
-
-def fused() -> dict[str, Any]:
-    """What ``bench.py fused`` prints."""
-    done = subprocess.run(
-        [sys.executable, "scripts/bench.py", "fused"], capture_output=True, text=True
-    )
-    said = done.stdout.splitlines()
-    return {"lines": said} | ({"failed": last_line(done)} if done.returncode else {})
-
-
-def product(day: Day) -> None:
-    """Runs as a user makes them: the default, then record 29 for 40 steps with evaluation and a
-    checkpoint."""
-    folder = day.files[0].parent
-    steps_ = 6 if TOY else 250
-    sets = ["--set", "WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64"] if TOY else []
-    day.result("run stdlib", partial(run, folder / "stdlib", "stdlib", "--steps", steps_, *sets))
-    shards = folder / "tokens"
-    day.result("tokens", partial(measure.tokens, shards))
-    wanted = sets_of("r29", ["LANES=1"])
-    flags = (
-        "--data",
-        shards,
-        "--steps",
-        4 if TOY else 40,
-        "--checkpoint-every",
-        2 if TOY else 20,
-        "--set",
-        *wanted,
-    )
-    day.result("run r29", partial(run, folder / "r29", "r29", *flags))
-
-
-def stage(
-    name: str, sets: Sequence[str] = (), flags: str = "", attention: str = ""
-) -> dict[str, Any]:
-    """:func:`.gpu_measurements.stage` in a process of its own, with further XLA ``flags`` and all
-    of the memory."""
-    words = [sys.executable, "-m", "benches.gpu_day", "stage", name, attention or "-", *sets]
-    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return {"failed": last_line(done)}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Why a process failed."""
-    return (done.stderr.strip() or str(done.returncode)).splitlines()[-1][:500]
-
-
-def run(folder: Path, recipe: str, *flags: object) -> dict[str, Any]:
-    """Make a run in a process of its own; what its run.json says."""
-    words = [
-        "-m",
-        "jspeed",
-        "run",
-        recipe,
-        "--run-dir",
-        folder,
-        "--no-progress",
-        "--no-sample",
-        *flags,
-    ]
-    shutil.rmtree(folder, ignore_errors=True)  # of a try that was killed
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
-    if done.returncode > 1:
-        return {"failed": last_line(done)}
-    made = json.loads((folder / "run.json").read_text())
-    names = "status steps val_loss timed_seconds compile_seconds wall_seconds kernels \
-micro_batch".split()
-    checks = {name: probe_["passed"] for name, probe_ in made["probes"].items()}
-    return {name: made.get(name) for name in names} | {"probes": checks, "ledger": made["ledger"]}
-
-
-def empty_block_us(known: Known, name: str) -> float | None:
-    """Microseconds of an SM for an empty block: the difference of attention by lanes and by rows,
-    over that of blocks.
-
-    How many kernels have such blocks: :func:`jspeed.plan.attention.empty_blocks`.
-    """
-    rows, lanes = (
-        known.get(f"attention {backend} as {name}", {}) for backend in ("cudnn", "cudnn_lanes")
-    )
-    if "both_ms" not in rows or "both_ms" not in lanes:
-        return None
-    _, length, heads, _ = rows["shape"]
-    slots = rows["documents"]
-    fewer = (
-        sum(EMPTY_KERNELS.values())
-        * heads
-        * slots
-        * (-(-length // TILE) - -(-rows["longest"] // TILE))
-    )
-    # an H200 has as many
-    return 1e3 * (lanes["both_ms"] - rows["both_ms"]) * load_target("h100").cores / fewer
-
-
-def table(known: Known) -> list[str]:
-    """The results as lines of Markdown: what failed, predicted beside measured by family,
-    attention, FP8."""
-    there = known.get("environment", {})
-    versions = there.get("versions", {})
-    lines = [
-        (
-            f"{there.get('device')}, jax {versions.get('jax')}, cuDNN {there.get('cudnn')},"
-            f" {there.get('date')}"
-        ),
-        "",
-    ]
-    for name, one in known.items():
-        wrong = one.get("failed") or one.get("wrong")
-        if wrong or "seconds" not in one:
-            lines.append(f"- {name}: {wrong or 'not finished'}")
-    for name, one in known.items():
-        if not name.startswith("stage ") or "predicted_ms" not in one:
-            continue
-        found, measured = one["predicted_ms"], one["measured_ms"] or {}
-        lines += ["", f"**{name}**: {one['step_ms_in_a_row']:.2f} ms a step, \
-{one['memory_needed'] / 1e9:.1f} GB, "
-                  f"{one['fp8_calls']} FP8 calls, attention {one['attention']}"]  # fmt: skip
-        lines += ["", "| family | predicted ms | measured ms | ratio |", "|---|---|---|---|"]
-        for family in sorted(found | measured, key=lambda family: -found.get(family, 0.0)):
-            ms, seen = found.get(family, 0.0), measured.get(family)
-            ratio = f"{seen / ms:.2f}" if seen is not None and ms else ""
-            lines.append(
-                f"| {family} | {ms:.2f} | {'' if seen is None else f'{seen:.2f}'} | {ratio} |"
-            )
-    rows = [(name, one) for name, one in known.items() if "both_ms" in one]
-    if rows:
-        lines += [
-            "",
-            "| what | forward ms | forward and backward ms | GB | FP8 calls |",
-            "|---|---|---|---|---|",
-        ]
-    for name, one in rows:
-        lines.append(f"| {name} | {one.get('forward_ms', '')} | {one['both_ms']} | \
-{one['need_GB']} | "
-                     f"{one.get('fp8_calls', '')} |")  # fmt: skip
-    for line in known.get("own kernels alone", {}).get("lines", ()):
-        lines.append(f"    {line}")
-    for name in ("r92", "r89"):
-        if (found := empty_block_us(known, name)) is not None:
-            lines.append(
-                f"\nempty blocks as {name}: {found:.3f} us of an SM, planned"
-                f" {1e6 * predict.EMPTY_BLOCK:.3f}"
-            )
-    for name, one in known.items():
-        if name.startswith("run ") and "status" in one:
-            lines.append(
-                f"\n{name}: {one['status']} after {one['steps']} steps, \
-{one['timed_seconds']:.1f} s timed, "
-                f"{one['compile_seconds']:.0f} s of compilation, loss {one['val_loss']}"
-            )
-    return lines
-
-
-PARTS = {"probe": probe, "stages": stages, "own": own, "product": product}
+def read_back(own: Path) -> None:
+    """Take over what an earlier call left in its OUT and someone put into the folder BACK."""
+    back = Path(os.environ.get("BACK", "dist/back"))
+    own.mkdir(parents=True, exist_ok=True)
+    results = own / "results.jsonl"
+    known = set(whole_lines(results))
+    more = [line for line in whole_lines(back / "results.jsonl") if line not in known]
+    if more:
+        with results.open("a") as file:
+            file.write("".join(f"{line}\n" for line in more))
+    pieces = sorted(back.glob("cache.tar.*"))
+    if pieces and not (own / "cache").exists():
+        data = BytesIO(b"".join(path.read_bytes() for path in pieces))
+        with tarfile.open(fileobj=data) as tar:
+            tar.extractall(own / "cache", filter="data")
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "stage":
-        print(json.dumps(measure.stage(sys.argv[2], sys.argv[3], sys.argv[4:]), default=str))
-    else:
-        run_script(lambda: main(*sys.argv[1:]))
+    run_script(lambda: main(*sys.argv[1:]))

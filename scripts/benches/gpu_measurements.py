@@ -4,9 +4,12 @@ With GPU_DAY=toy recipes have toy size, for a CPU.
 """
 
 import dataclasses
+import fcntl
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,10 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
-from jspeed.plan import predict
-from jspeed.plan.cost import kernels
-from jspeed.plan.target import data_sheet_of, parse_target
+from jspeed.plan.cost import Kernel, kernels
+from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.clock import now, utc_now
-from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.compiler import FP8_CALL, custom_calls, memory_needed, options_for
 from jspeed.run.compute.device import device_of, with_kernels_asked_for
@@ -40,14 +41,35 @@ from jspeed.run.find_recipe import find
 from jspeed.sizes import scored_shape
 
 TOY = os.environ.get("GPU_DAY") == "toy"
+STEPS = 100  # timed one by one, and again in a row
+HELD: list[Any] = []  # turns until this process ends
 # of the records' steps in STAGES on 8 H100s, communication included
 PUBLISHED_MS = {"r89": 82.6, "r92": 45.0}
 # The stages that are measured: record 92's with the most tokens, else the last. One GPU as one of
 # eight, and an eighth of the n-grams.
-STAGES = {"jspeed3": 3, "r92": 3, "r89": -1, "r29": -1}
+STAGES = {"jspeed3": 3, "r92": 3, "r89": -1, "jspeed2": -1, "r29": -1}
 AS_ONE_OF_EIGHT = {name: ["LANES=1"] for name in STAGES} | dict.fromkeys(
     ("jspeed3", "r92"), ["LANES=1", "NGRAMS=10575360"]
 )
+
+
+@contextmanager
+def turn(until_exit: bool = False) -> Iterator[list[float]]:
+    """Have the device alone among the processes that share the file TURN, ``until_exit`` of this
+    one if only that gives memory back; yields [when it began, when it ended], in seconds of the
+    epoch.
+
+    What only a CPU does is done outside of it, so that the device need not wait for compilers.
+    """
+    file = open(os.environ.get("TURN", os.devnull), "a")
+    if file.name != os.devnull:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    span = [time.time()]
+    try:
+        yield span
+    finally:
+        span.append(time.time())
+        HELD.append(file) if until_exit else file.close()
 
 
 def loaded(name: str, sets: Iterable[str] = ()) -> Any:
@@ -71,7 +93,7 @@ def environment() -> dict[str, Any]:
     stats = first.memory_stats() or {}
     return {
         "date": utc_now()[:10],
-        "device": first.device_kind,
+        "device_kind": first.device_kind,
         "count": len(jax.devices()),
         "planned_as": data_sheet_of(first.device_kind) is not None,
         "memory_GB": stats.get("bytes_limit", 0) / 1e9,
@@ -100,13 +122,14 @@ def compiled(
 
 def milliseconds(program: Callable[..., Any], arrays: Any, calls: int = 10) -> float:
     """Milliseconds of a call, of several in a row after two to warm up."""
-    for _ in range(2):
-        jax.block_until_ready(program(*arrays))
-    began = now()
-    for _ in range(calls):
-        out = program(*arrays)
-    jax.block_until_ready(out)
-    return round(1e3 * (now() - began) / calls, 4)
+    with turn():
+        for _ in range(2):
+            jax.block_until_ready(program(*arrays))
+        began = now()
+        for _ in range(calls):
+            out = program(*arrays)
+        jax.block_until_ready(out)
+        return round(1e3 * (now() - began) / calls, 4)
 
 
 def stage_of(recipe: Recipe) -> Stage:
@@ -114,11 +137,9 @@ def stage_of(recipe: Recipe) -> Stage:
     return recipe.stages[min(STAGES[recipe.name], len(recipe.stages) - 1)]
 
 
-def attend(
-    backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: bool = False
-) -> dict[str, Any]:
-    """Attention of a lane of a recipe's stage, forward and backward; how far off this process's
-    first it is.
+def attend(backends: Iterable[str], name: str, tagged: bool = False) -> dict[str, Any]:
+    """Attention of a lane of a recipe's stage, forward and backward, by each of ``backends``; how
+    far off the first they are.
 
     ``tagged`` heads have documents in their second half, as narrow layers of records from 92 on;
     else layers with the longest window. Gradients are those that the recipe computes.
@@ -134,7 +155,9 @@ def attend(
     blocks = found.fields.get("GRADIENT_WINDOWS", {measured.own: 0})[measured.own]
     near = 1 + blocks * found.fields["BLOCK"] if blocks else None
 
-    def forward(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def forward(
+        backend: str, lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> jax.Array:
         bounds = measured.max_docs, measured.max_doc_len, found.fields.get("SEGMENT")
         documents = find_documents(lane, recipe.data.bos_id, *bounds)
         if tagged:
@@ -146,26 +169,38 @@ def attend(
         )
         return call(q, k, v, scale=0.12, documents=documents)
 
-    def both(
-        lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        out, back = jax.vjp(partial(forward, lane), q, k, v)
-        return out, *back(g)
+    def both(backend: str, lane: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(partial(forward, backend, lane), *arrays[:-1])
+        return out, *back(arrays[-1])
 
     arrays = [jnp.asarray(lane), q, k, v]
-    only, _ = compiled(forward, arrays)
-    program, facts = compiled(both, [*arrays, g])
-    kept[backend] = [np.asarray(x, np.float64) for x in jax.device_get(program(*arrays, g))]
-    first = next(iter(kept))
-    pairs = zip(kept[backend], kept[first], strict=True)
-    off = [round(preflight_checks.relative_rms_error(x, y), 6) for x, y in pairs]
     longest = min(measured.max_doc_len, found.fields.get("SEGMENT", measured.max_doc_len))
-    return facts | {
+    facts: dict[str, Any] = {
         "shape": shape, "documents": measured.max_docs, "longest": longest, "window": window,
         "near": near,
-        "forward_ms": milliseconds(only, arrays), "both_ms": milliseconds(program, [*arrays, g]),
-        **({} if first == backend else {f"off_from_{first}": off}),
     }  # fmt: skip
+    first: tuple[jax.Array, ...] | None = None
+    for backend in backends:
+        only, _ = compiled(partial(forward, backend), arrays)
+        program, seen = compiled(partial(both, backend), [*arrays, g])
+        out = program(*arrays, g)
+        first = first or out
+        seen["off"] = [round(relative_error(x, y), 6) for x, y in zip(out, first, strict=True)]
+        seen["forward_ms"] = milliseconds(only, arrays)
+        seen["both_ms"] = milliseconds(program, [*arrays, g])
+        facts[backend] = seen
+    return facts
+
+
+@jax.jit
+def _relative_error(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.sqrt(jnp.mean(jnp.square(x - y)) / jnp.mean(jnp.square(y)))
+
+
+def relative_error(x: jax.Array, y: jax.Array) -> float:
+    """Root mean square of the difference relative to ``y``'s, summed in fp32 on the device."""
+    return float(_relative_error(x, y))
 
 
 def head(scales: fp8.Scales | None, triton: bool) -> dict[str, Any]:
@@ -209,30 +244,37 @@ def scatter_add() -> dict[str, Any]:
     return {"rows_ms": milliseconds(rows, [at, g]), "single_ms": milliseconds(single, [at, g])}
 
 
-def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
+def stage(name: str, attention: str, sets: Iterable[str], tuned: bool = False) -> dict[str, Any]:
     """Time a stage of a recipe on one GPU, with what a run's preflight leaves of its kernels; their
-    time by family, predicted beside measured."""
+    time by family, predicted beside measured, and the kernels that were predicted.
+
+    What is ``tuned`` compiles with the device to itself, as XLA tries kernels on it. Only the
+    process's end gives the device's memory back, so it keeps its turn until then.
+    """
     use_compile_cache()
     found = loaded(name, [*AS_ONE_OF_EIGHT[name], *sets])
     recipe, mesh = found.recipe, make_mesh({"data": 1}, jax.devices()[:1])
     measured, backend = stage_of(recipe), None if attention == "-" else attention
-    setting = steps.Settings(
-        mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None
-    )
+    setting = steps.Settings(mesh, backend or ("xla" if TOY else None), None, STEPS, None)
     device = with_kernels_asked_for(device_of(mesh, setting.attention, recipe=recipe), found.fields)
     placement = place(recipe, mesh, DEFAULT_LAYOUT, device, None)
     checked = preflight(recipe, placement, found.fields, Console(stderr=True))
     index = recipe.stages.index(measured)
-    row, texts, _ = steps.measure_stage(recipe, found.hash, index, setting, device=checked.device)
-    facts = dataclasses.asdict(row)
-    profile = facts.pop("profile")
-    facts |= {
+    with turn() if tuned else nullcontext():
+        made = steps.compile_stage(recipe, index, setting, checked.device, 1 if tuned else 4)
+    texts = made.texts
+    counted = [kernels(text, measured.max_doc_len) for text in texts]
+    facts: dict[str, Any] = {
         "kernels": checked.record(),
         "fp8_calls": texts[-1].count(f'"{FP8_CALL}"'),
         "published_ms": PUBLISHED_MS.get(name),
-        "predicted_ms": predicted(texts, measured),
+        "counted": summary(counted),
         "measured_ms": None,
     }
+    with turn(until_exit=True) as span:
+        row, _ = steps.measure_stage(recipe, found.hash, index, setting, made)
+    facts |= dataclasses.asdict(row) | {"span": span}
+    profile = facts.pop("profile")
     if isinstance(profile, str):
         return facts | {"no_profile": profile}
     seen = by_family(profile["by_operation"], texts)
@@ -240,25 +282,15 @@ def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
     return facts | {"measured_ms": seen, "longest_kernels": profile["kernels"]}
 
 
-def predicted(texts: list[str], measured: Stage) -> dict[str, float]:
-    """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program;
-    idle: launches."""
-    cluster = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
-    found: defaultdict[str, float] = defaultdict(float)
-    for text in texts:
-        listed = kernels(text, measured.max_doc_len)
-        for kernel in listed:
-            if not kernel.collective:
-                found[kernel.kind] += (
-                    1e3
-                    * kernel.runs
-                    * max(predict.kernel_seconds(kernel, cluster.target.data_sheet))
-                    / len(texts)
-                )
-        times, _ = predict.simulate(listed, cluster)
-        found["idle"] += 1e3 * times.launches / len(texts)
-        found["empty blocks, in attention"] += 1e3 * times.empty_blocks / len(texts)
-    return found
+def summary(programs: Iterable[Iterable[Kernel]]) -> list[list[Any]]:
+    """Kernels of a period's steps as [kind, dtype, FLOPs, bytes, empty blocks, runs in a step],
+    equal ones once; collectives, which one GPU has none of, are left out."""
+    listed = list(programs)
+    runs: Counter[tuple[Any, ...]] = Counter()
+    for kernel in (kernel for program in listed for kernel in program if not kernel.collective):
+        what = (kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.empty_blocks)
+        runs[what] += kernel.runs
+    return [[*what, count / len(listed)] for what, count in runs.items()]
 
 
 def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, float]:

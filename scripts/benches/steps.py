@@ -6,8 +6,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import Device, device_of
 from jspeed.run.compute.division import place
+from jspeed.run.compute.memory_fallbacks import Attempt
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
@@ -90,12 +93,48 @@ class Timing(NamedTuple):
     profile: Profile | str
 
 
+class Compiled(NamedTuple):
+    """The programs of one stage: of its first state, and of a step of each phase."""
+
+    init: jax.stages.Compiled
+    steps: list[jax.stages.Compiled]
+    fitted: Attempt  # the last one's settings
+    device: Device
+    seconds: float
+
+    @property
+    def texts(self) -> list[str]:
+        """Optimised HLO of the steps."""
+        return [str(step.as_text()) for step in self.steps]
+
+
 def measure_recipe(recipe: Recipe, recipe_hash: str, setting: Settings) -> Iterator[Row]:
     """Measure the stages of a recipe one after the other, on one training state."""
     state = None
     for index in stages_to_measure(len(recipe.stages)):
-        row, _, state = measure_stage(recipe, recipe_hash, index, setting, state)
+        device = device_of(setting.mesh, setting.attention, recipe=recipe)
+        made = compile_stage(recipe, index, setting, device)
+        row, state = measure_stage(recipe, recipe_hash, index, setting, made, state)
         yield row
+
+
+def compile_stage(
+    recipe: Recipe, index: int, setting: Settings, device: Device, at_once: int = 1
+) -> Compiled:
+    """Compile the steps of a stage, ``at_once`` side by side, and its first state."""
+    mesh, began = setting.mesh, now()
+    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+    with ThreadPoolExecutor(at_once) as pool:
+        one = partial(fit, recipe, placement, index)
+        fitted = list(pool.map(one, range(recipe.period)))
+    seconds = now() - began
+    _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
+    init = jax.jit(
+        lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings
+    )
+    seed = jax.ShapeDtypeStruct((), np.uint32, sharding=replicated(mesh))
+    programs = [attempt.program for attempt in fitted]
+    return Compiled(init.lower(seed).compile(), programs, fitted[-1], device, seconds)
 
 
 def measure_stage(
@@ -103,32 +142,19 @@ def measure_stage(
     recipe_hash: str,
     index: int,
     setting: Settings,
+    made: Compiled,
     state: State | None = None,
-    device: Device | None = None,
-) -> tuple[Row, list[str], State]:
-    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps,
-    the last state). ``device``: what a preflight has found, in place of what these devices should
-    have.
+) -> tuple[Row, State]:
+    """Measure one stage, from ``state`` or a first one: (its figures, the last state).
 
     Raises :class:`FloatingPointError` for a loss that is not finite, or that a first state cannot
     have: its time would be that of another computation."""
     mesh, stage, best = setting.mesh, recipe.stages[index], peak_flops(setting.mesh)
-    device = device or device_of(mesh, setting.attention, recipe=recipe)
-    began = now()
-    phases = range(recipe.period)
-    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
-    fitted = [fit(recipe, placement, index, phase) for phase in phases]
-    steps, last = [attempt.program for attempt in fitted], fitted[-1]
-    compile_seconds = now() - began
-    fresh = state is None
+    last, fresh = made.fitted, state is None
     if state is None:
-        _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
-        init = jax.jit(
-            lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings
-        )
-        state = init(jax.device_put(np.uint32(1), replicated(mesh)))
+        state = made.init(jax.device_put(np.uint32(1), replicated(mesh)))
     before = peak_bytes(mesh)
-    state, timing = run(steps, state, recipe, stage, setting)
+    state, timing = run(made.steps, state, recipe, stage, setting)
     check_losses(recipe, stage, timing.losses, fresh)
     most = peak_bytes(mesh)
     rate = recipe.tokens_per_step(stage) / timing.in_a_row
@@ -141,11 +167,11 @@ def measure_stage(
         lanes=recipe.lanes,
         lane_len=stage.lane_len,
         longest_window=max(stage.windows, default=None),
-        attention=device.attention,
+        attention=made.device.attention,
         micro_batches=last.parts,
         head_chunk=last.head_chunk,
         remat=last.remat,
-        compile_seconds=compile_seconds,
+        compile_seconds=made.seconds,
         steps=setting.steps,
         step_ms_median=1e3 * statistics.median(timing.alone),
         step_ms_p99=1e3 * float(np.percentile(timing.alone, 99)),
@@ -154,7 +180,7 @@ def measure_stage(
         tokens_per_second_per_device=rate / mesh.size,
         flops_per_token=flops,
         mfu=flops * rate / (mesh.size * best) if best else None,
-        memory_needed=max(memory_needed(step) for step in steps),
+        memory_needed=max(memory_needed(step) for step in made.steps),
         # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is
         # this stage's.
         memory_peak=most if most and most > (before or 0) else None,
@@ -163,7 +189,7 @@ def measure_stage(
         loss=timing.losses[-1],
         profile=timing.profile,
     )
-    return row, [str(step.as_text()) for step in steps], state
+    return row, state
 
 
 def run(

@@ -79,7 +79,8 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
     problems, matmuls = find_problems(recipe, last, steps[-1], stages)
     answers = ask_cudnn(steps, cluster.target)
     problems += findings.refused_by_cudnn(answers) if answers else ()
-    price = cluster.target.data_sheet.dollars_per_hour
+    facts = cluster.target.data_sheet._asdict()
+    price, measured = facts["dollars_per_hour"], facts.pop("fractions")
     fits, summary = memory_summary(recipe, placement, steps)
     return {
         "schema": 2,
@@ -100,8 +101,8 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "memory_limit_bytes": placement.limit,
         "fits": fits,
         "fit": summary,
-        "facts": {**cluster.target.data_sheet._asdict(), "per_node": cluster.per_node},
-        "fractions": {**predict.FRACTIONS, "step": 1 / predict.slowdown()},
+        "facts": facts | {"per_node": cluster.per_node},
+        "fractions": {**predict.FRACTIONS, **measured, "step": 1 / predict.slowdown()},
         "calibration": predict.calibration(),
         "stages": stages,
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
@@ -341,6 +342,7 @@ def warnings(
                 " plans to ask"
             )
         )
+        lines.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
     elif placement.device.attention == "triton":
         lines.append(
             "attention is planned with jspeed's own kernels; they compile for this GPU but have not"

@@ -1,9 +1,9 @@
 """Predict a step's time from its kernels: rooflines, launches, overlapped communication, a fit to
 published step times.
 
-roofline = kernels, each at a fraction (FRACTIONS) of peak FLOP/s or of bandwidth + exposed
-communication + launch gaps; predicted time = roofline x :func:`slowdown` + empty blocks of
-attention, which the programs of the fit do not have.
+roofline = kernels, each at a fraction (FRACTIONS, or the data sheet's own where it was measured) of
+peak FLOP/s or of bandwidth + exposed communication + launch gaps; predicted time = roofline x
+:func:`slowdown` + empty blocks of attention, which the programs of the fit do not have.
 """
 
 import math
@@ -109,11 +109,12 @@ def calibration() -> list[dict[str, Any]]:
 
 def kernel_seconds(kernel: Kernel, sheet: DataSheet) -> tuple[float, float]:
     """(seconds by FLOPs, seconds by bytes) of one run of a kernel; it takes the larger of them."""
-    by_bytes = kernel.bytes / (sheet.hbm_bytes_per_second * FRACTIONS["memory"])
+    fractions = FRACTIONS | sheet.fractions
+    by_bytes = kernel.bytes / (sheet.hbm_bytes_per_second * fractions["memory"])
     if not kernel.flops:
         return 0.0, max(by_bytes, LAUNCH)
     rate = "bf16" if kernel.kind.startswith("attention") else rate_name(kernel.dtype, sheet)
-    return kernel.flops / (sheet.peak_flops[rate] * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
+    return kernel.flops / (sheet.peak_flops[rate] * fractions[kernel.kind]), max(by_bytes, LAUNCH)
 
 
 def launch_gap(cluster: Cluster) -> float:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -29,6 +30,7 @@ from jspeed.standard_streams import without_logs
 MEMORY_FRACTION = 0.75
 TPU_MEMORY_FRACTION = 0.93  # a guess: the runtime keeps about a sixteenth
 TARGETS = Path(__file__).with_name("targets")
+MEASURED = TARGETS / "measured"  # a file a target, written by scripts/gpu_day.sh plan
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 CUDA = ("cuda_nvcc", "cu13")  # folders of NVIDIA's wheels, for CUDA 12 and 13, with the assembler
 ASSEMBLER = """#!/bin/sh
@@ -52,6 +54,8 @@ class DataSheet(NamedTuple):
     dollars_per_hour: float
     peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
     sources: dict[str, str]
+    # of these rates that kernels reach, where they were measured; else predict.FRACTIONS
+    fractions: dict[str, float] = {}
 
 
 class Target(NamedTuple):
@@ -110,6 +114,8 @@ def load_target(name: str) -> Target:
         )
     described = tomllib.loads((TARGETS / f"{name}.toml").read_text())
     tpu = described.pop("tpu", None)
+    if (path := MEASURED / f"{name}.toml").exists():
+        described["fractions"] = tomllib.loads(path.read_text())["fractions"]
     data_sheet = DataSheet(**described)
     if tpu:
         return Target(name, data_sheet, tpu=tpu)
@@ -182,8 +188,8 @@ def missing(target: Target | None = None) -> str | None:
         if installed("libtpu"):
             return None
         return (
-            "libtpu is not installed here, so nothing can be compiled for a TPU; install the one"
-            " for JAX 0.10.2 with pip install 'libtpu==0.0.42.*' (213 MB to download)"
+            "libtpu is not installed here, so nothing can be compiled for a TPU; install the one of"
+            f" this JAX with pip install 'jax[tpu]=={jax.__version__}' (213 MB to download)"
         )
     if any(installed(plugin) for plugin in PLUGINS):
         return None

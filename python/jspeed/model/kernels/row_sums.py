@@ -73,7 +73,9 @@ def row_adam(
     The gradients of rows ``numbers_S`` of ``table_VD``, all different, are sums as :func:`sum_rows`
     makes, in fp32, of the rows of ``lists``, one after the other; rows from V on are left out.
     ``squares_S`` are the mean squares, already decayed; ``factors_4`` (fp32) are the share of the
-    new ones, the rate, epsilon, and the share of a weight that it loses.
+    new ones, the rate, epsilon, and the share of a weight that it loses. A number that is not
+    finite makes NaN of the rows of all SUMS sums of its program, in all columns, as a row's mean
+    square counts them.
 
     Raises Refused as :func:`sum_rows` does.
     """

@@ -1,0 +1,474 @@
+"""jspeed2: our second attempt. Record 89 with less work in its head, and more of it in FP8.
+
+What        The model, the optimizer and the schedules of r89. The training softmax scores a sixth
+            of the vocabulary: the tokens most frequent so far and a sample of the others, drawn
+            anew for each step and each sixteenth of a lane. So training losses are estimates.
+            Evaluation scores all. In FP8 are also the gradients of the MLP, and the projections
+            around attention with theirs; what is measured for it is that of the step before. On
+            Hopper these, squared ReLU, QK-norm, XSA and composed heads are in kernels of jspeed's
+            own.
+Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At
+            small size more FP8 costs nothing that shows; with the sampled softmax it ends 0.01 nats
+            above r89 (five pairs).
+Hardware    8xH100: compiled for it, not run here.
+Parent      r89
+"""
+
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.nn import initializers
+
+from jspeed.model import fp8
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
+from jspeed.model.layers import (
+    look_up_each,
+    lookup,
+    rms_norm,
+    scaled,
+    sparse_gate,
+    uniform,
+    zero_every,
+)
+from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.mlp import MARGIN, mlp
+from jspeed.model.mudd import blend, coefficients, named, padded, slots
+from jspeed.model.ngrams import bigram_rows, signs
+from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
+from jspeed.model.prefixes import gpt2_prefixes
+from jspeed.model.sampled import (
+    by_frequency,
+    candidates,
+    columns,
+    count,
+    draw,
+    over_candidates,
+    sampled_cross_entropy,
+)
+from jspeed.optim.normuon import normuon
+from jspeed.optim.schedules import staged, through
+from jspeed.optim.slow import measured, slow_adams, tied
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+
+# Model
+VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
+BOS = 50_256
+BIGRAMS = 377_280  # rows, 7.5 x VOCAB
+WIDTH = 768
+LAYERS = 11
+HEADS = 6
+MLP_WIDTH = 3072
+NO_ATTENTION = 6  # the layer without; the output of SKIP_FROM enters before it
+SKIP_FROM = 3
+SHARED_FROM = 7  # the layer whose output all later ones attend from
+GATES_FROM = 4  # the layer before which gates are computed again
+XSA_LAYERS = (1, 3, 4, 7)
+PAIRED_LAYERS = (0, 2, 5, 9)
+LONG_LAYERS = (3, 10)  # with the long window and keys that look back
+VALUE_TABLES = 5
+VALUE_OF = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}  # layer: table
+GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
+MUDD_WIDTH = 64
+MUDD_SCALE = 0.1
+DC_WINDOW = 112  # tokens
+ATTENTION_SCALE = 0.1  # in the first stage
+COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
+FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
+FP8_GRADIENTS = "on"  # of the MLP: on, off
+# to queries, keys and values, and of what attention gives; their gradients too: on, off
+FP8_PROJECTIONS = "on"
+# around FP8 and attention: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"
+
+# Stages
+LANES = 8
+STEPS = (423, 424, 423, 15)
+LANE_LENS = (16_384, 32_768, 49_152, 49_152)
+MAX_DOC_LENS = (896, 2048, 2048, 2048)
+MAX_DOCS = (64, 96, 128, 128)  # documents in one lane
+BLOCK = 128  # tokens
+LONG_WINDOWS = (3, 7, 11, 13)  # blocks
+SHORT_WINDOWS = (1, 3, 5, 6)
+RATES = (1.0, 1.52, 1.73, 1.73)  # of all learning rates, for the larger batches
+TARGETS = (3, 2, 1, 1)  # tokens ahead that a token predicts
+SHARES = ({0: 1.0}, {423: 0.5, 847: 0.0}, {0: 0.25, 423: 0.0})  # of each, lines between steps
+PREFIX_SHARE = {423: 0.25, 847: 0.0}  # of the longest prefix of the next token
+LAST_TIED = 847  # step in which embedding and head are one table
+EXACT_TOKENS = 5248  # the most frequent so far, which every token's softmax has in training
+# of the others, 2,816, another one for each sixteenth of a lane; both multiples of 128
+SAMPLED_ONE_IN = 16
+# of each stage: how many tokens a lane scores by record 92's softmax instead; (): none
+CANDIDATES = ()
+
+# Optimizer
+MUON_LR = 0.023
+MUON_BETA2 = 0.9
+MUON_DECAY = 1.2
+MOMENTUM = {0: 0.85, 300: 0.95, 1235: 0.95, 1285: 0.85}  # lines between steps
+ADAM = {  # rate, betas, decay in units of ADAM_DECAY
+    "words": (0.008, 0.5, 0.95, 150),
+    "tables": (0.6, 0.75, 0.95, 5),
+    "value_gates": (0.008, 0.9, 0.99, 1),
+    "smear": (8e-5, 0.9, 0.99, 0),
+    "scalars": (0.04, 0.9, 0.99, 0),
+    "layer_scales": (0.04, 0.9, 0.95, 0),
+    "post_scales": (0.008, 0.9, 0.95, 0),
+    "mudd": (0.002, 0.9, 0.99, 1),
+    "mudd_bias": (0.002, 0.9, 0.99, 0),
+    "gates": (8e-4, 0.9, 0.99, 1),
+    "gates_bias": (8e-4, 0.9, 0.99, 0),
+}
+ADAM_EPS = 1e-10
+ADAM_DECAY = 0.005
+COOLDOWN = {508: 0.0, 1270: 1.0}  # how far rates have fallen, lines between steps
+FINAL_RATE = 0.15
+
+# Evaluation
+TARGET_LOSS = 3.28  # nats per token
+EVAL_EVERY = 250
+EVAL_TOKENS = 10_485_760
+EVAL_LEN = 262_144
+EVAL_WINDOW = 20  # blocks in LONG_LAYERS
+EVAL_CHUNK = 16_384  # tokens whose logits exist at once
+
+STARTS = (0, *accumulate(STEPS))
+ATTENDING, LAST = tuple(layer for layer in range(LAYERS) if layer != NO_ATTENTION), LAYERS - 1
+CAP = asymmetric_cap(23.0, 5.0, 7.5)
+# Gates: layers that have it, how many numbers it is, what they start at.
+KINDS = {
+    "own value": (XSA_LAYERS, HEADS, 0.0),
+    "heads": (LONG_LAYERS, HEADS, 0.25),
+    "skip": ((NO_ATTENTION,), 1, 0.5),
+}
+KINDS |= {"start": (ATTENDING[:-1], 1, 0.0), "bigram": (ATTENDING[:-1], 1, 0.05)}
+KINDS |= {"take": ((LAST,), HEADS, 1.0), "give": ((LAST,), HEADS, 0.0)}
+GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
+# What the last layer mixes, in the order of use, and what is added after it.
+GAIN = 1.1**0.5
+MIX_STARTS = padded(
+    [0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5, 0.0, 0.0, 0.0]
+)
+HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
+LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
+LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 448 / MARGIN, 0.0, 0.0, 0.0])
+rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
+small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
+
+
+def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
+    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share
+    them."""
+    padding = -count % LANES
+    return ParamSpec(
+        (count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding
+    )
+
+
+def slow(start: Any, group: str, *shape: int) -> ParamSpec:
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
+    where they start."""
+    init, compute = (
+        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    )
+    return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
+
+
+# Bank "queries_keys": the queries of each pair of heads, then their keys, of the first layer that
+# attends, of the next, ...; bank "values_outs": value and output of each; bank "mlp": up and down
+# of every layer, down transposed.
+PARAMETERS = {
+    "embed": ParamSpec(
+        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
+    ),
+    "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
+    "values": ParamSpec(
+        (VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=2
+    ),
+    "bigrams": ParamSpec((BIGRAMS, WIDTH), ("row", "model"), zeros, "tables", COMPUTE, every=2),
+    "queries_keys": bank(
+        uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * WIDTH // HEADS
+    ),
+    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH),
+    "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
+    "value_gates": slow(zeros, "value_gates", len(VALUE_OF), GATE_WIDTH, HEADS),
+    "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
+    "attention_scales": slow((0.5, 1.0), "scalars", LAYERS, 2),
+    "smear_scale": slow(0.0, "scalars"),
+    "skip_scale": slow(-1.5, "scalars"),
+    "layer_scales": slow(GAIN, "layer_scales", LAYERS, 2),
+    "post_scales": slow(1.0, "post_scales", LAYERS, 2),
+    "mudd_up": slow(uniform(3**-0.5), "mudd", 2, WIDTH, MUDD_WIDTH),
+    "mudd_down": slow(zeros, "mudd", 2, MUDD_WIDTH, MIX_STARTS.shape[1]),
+    "mudd_bias": slow(MIX_STARTS / MUDD_SCALE, "mudd_bias", *MIX_STARTS.shape),
+    "gates_up": slow(uniform(3**-0.5), "gates", 2, WIDTH, MUDD_WIDTH),
+    "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
+    "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
+    "gates_scale": slow(MUDD_SCALE, "gates_bias"),
+    # No parameter: largest numbers in the step before, for FP8. In each layer activation in the MLP
+    # and gradients that enter its matmuls; output of attention and gradients that enter its
+    # projections. Every scale starts at 1.
+    "largest": ParamSpec((LAYERS, 7), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
+    # No parameter: how often each token has been a target. Last by name: the others are drawn as
+    # r89 draws them.
+    "word_counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),
+}
+
+
+def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return what the head reads: ``[B, T, D]``."""
+    stage, length = ctx.stage.own, tokens_BT.shape[1]
+    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
+    documents, windows = (
+        find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len),
+        ctx.stage.windows,
+    )
+    values = [lookup(table, tokens_BT) for table in params["values"]]
+    angles, scale = yarn(
+        frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]]
+    )
+    largest = params["largest"] if ctx.use_fp8(FP8) else None
+    own_kernel = partial(ctx.use_own_kernel, OWN_KERNELS)
+    casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
+    matrices, share = (
+        params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
+        tokens_BT.shape[0] / (LANES * ctx.pieces),
+    )
+
+    def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
+        up, down = matrices[layer]
+        a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
+        narrow = slice(3) if FP8_GRADIENTS == "on" else 0
+        watched = None if largest is None else largest[layer, narrow]
+        return mlp(
+            a_BTD,
+            up,
+            down,
+            largest=watched,
+            share=share,
+            x_largest=WIDTH**0.5,
+            own_kernels=own_kernel("MLP"),
+        )
+
+    def project(
+        x_BTD: jax.Array, weights_DE: jax.Array, layer: int, number: int, x_scale: Any
+    ) -> jax.Array:
+        """By ``weights_DE``; ``number`` is the gradient's among the layer's projections."""
+        if largest is None or FP8_PROJECTIONS == "off":
+            return x_BTD @ weights_DE
+        return fp8.measured_matmul(
+            x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale, own_kernels=casts
+        )
+
+    def attend(
+        a_BTD: jax.Array,
+        layer: int,
+        gate_BTH: jax.Array | None,
+        more: Any = 0.0,
+        scale_out: Any = None,
+    ) -> jax.Array:
+        number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
+        queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
+        value, out = params["values_outs"][2 * number : 2 * number + 2]
+        own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
+        positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
+        in_order = jnp.moveaxis(own_scale * queries_keys, 0, 1).reshape(WIDTH, -1)
+        y_BTE = project(a_BTD, in_order, layer, 0, LARGEST_NORMED)
+        look_back = layer in LONG_LAYERS
+        q_BTHK, k_BTHK = queries_and_keys(
+            y_BTE, heads, angles, positions_TP, rotary, documents, look_back
+        )
+        v_BTHK = project(a_BTD, own_scale * value, layer, 1, LARGEST_NORMED).reshape(heads) + more
+        if gate_BTH is not None:
+            v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
+        path = partial(
+            attention_in_pairs if paired else attention, backend=ctx.attention, marked=rotary
+        )
+        y_BTHK = path(
+            q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer]
+        )
+        if layer == LAST:
+            mixing = gates["take", layer], gates["give", layer]
+            own = own_kernel("composed heads")
+            y_BTHK += composed(
+                q_BTHK,
+                k_BTHK,
+                v_BTHK,
+                *mixing,
+                scale=scale,
+                documents=documents,
+                window=DC_WINDOW,
+                own_kernels=own,
+            )
+        if layer in XSA_LAYERS:
+            factors = gates["own value", layer], gates.get(("heads", layer))
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
+        elif layer in LONG_LAYERS:
+            y_BTHK *= gates["heads", layer][..., None]
+        y_BTD, scale_y = y_BTHK.reshape(a_BTD.shape), None
+        if largest is not None and FP8_PROJECTIONS == "on":
+            y_BTD, scale_y = (
+                fp8.watch(y_BTD, largest[layer, 3], share),
+                MARGIN * largest[layer, 3] / 448,
+            )
+        return project(y_BTD, scaled(out_scale * out, scale_out), layer, 2, scale_y)
+
+    def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that
+        # matmuls add up.
+        if layer not in VALUE_OF:
+            return None
+        read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
+        gate = params["value_gates"][list(VALUE_OF).index(layer)]
+        return 2 * sparse_gate(jnp.concatenate(read, axis=-1), gate)
+
+    e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
+    start_BTD = rms_norm(
+        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
+    )
+    bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS)) * signs(
+        tokens_BT, WIDTH, e_BTD.dtype
+    )
+    gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
+    x_BTD = first_BTD = blend((1, start_BTD), (gates["bigram", 0], bigram_BTD))
+    outputs: list[jax.Array] = []
+    for layer in range(LAST):
+        if layer == GATES_FROM:
+            gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
+        before, after = params["layer_scales"][layer], params["post_scales"][layer]
+        if layer == NO_ATTENTION:
+            skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
+            x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
+        else:
+            if layer <= SHARED_FROM:
+                from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
+            y_BTD = attend(a_BTD, layer, value_gate(from_BTD, layer), scale_out=after[0])
+            bigram = [(gates["bigram", layer], bigram_BTD)] if layer else []
+            x_BTD = blend(
+                (before[0], x_BTD), (1, y_BTD), (gates["start", layer], start_BTD), *bigram
+            )
+        x_BTD = blend((before[1], x_BTD), (1, feed(x_BTD, layer, after[1])))
+        outputs.append(x_BTD)
+        if layer == SHARED_FROM:  # what all later layers attend from
+            from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
+
+    shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
+    c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 0, MUDD_SCALE), -1, 0)
+    more_BTHK = blend((c[0], first_BTD), (c[1], shared_BTD), (c[2], x_BTD)).reshape(heads)
+    x_BTD = blend((1 + c[5], x_BTD), (c[3], first_BTD), (c[4], shared_BTD))
+    gate_BTH = jnp.repeat(jnp.moveaxis(c[6:8], 0, -1), HEADS // 2, axis=-1)
+    y_BTD = attend(a_BTD, LAST, gate_BTH, more_BTHK)
+    x_BTD = blend((c[8], x_BTD), (c[9], y_BTD), (c[10], first_BTD), (c[11], bigram_BTD))
+    x_BTD = blend((c[12], x_BTD), (c[13], feed(x_BTD, LAST)))
+    c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), -1, 0)
+    added = first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM]
+    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=False)))
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return softcapped fp32 logits ``[B, T, V]``."""
+    return softcap(fp8.matmul(hidden(params, tokens_BT, ctx), params["head"], None), CAP)
+
+
+def loss(
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
+    over a lane, and both are estimates from a sample of tokens."""
+    next_BT, counted_BT = targets_BT, weights_BT
+    head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
+    if ctx.training:
+        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
+        # over a lane.
+        shares = jnp.stack(
+            [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
+        )
+        targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+        if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
+            prefixes, share = (
+                jnp.asarray(gpt2_prefixes(BOS, VOCAB)),
+                through(PREFIX_SHARE)(ctx.step),
+            )
+            targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
+    x_BTD = hidden(params, tokens_BT, ctx)
+    arguments = head, params["head"], x_BTD, targets_BT, weights_BT
+    if ctx.training and CANDIDATES and CANDIDATES[ctx.stage.own] < VOCAB:
+        size = CANDIDATES[ctx.stage.own]
+        starts = [
+            (ctx.first_row + lane) * VOCAB // LANES + ctx.step * size
+            for lane in range(len(tokens_BT))
+        ]
+        chosen = [
+            candidates(next_BT[lane], VOCAB, size, start) for lane, start in enumerate(starts)
+        ]
+        rows = look_up_each(params["head"], [ids_C for ids_C, _ in chosen])
+        return over_candidates(
+            partial(cross_entropy, head, cap=CAP, chunk=chunk), rows, chosen, *arguments[2:]
+        )
+    if ctx.training and EXACT_TOKENS < VOCAB and not CANDIDATES:
+        ranked = by_frequency(params["word_counts"])
+        sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, ranked, groups=SAMPLED_ONE_IN)
+        total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=CAP)
+        return count(total, params["word_counts"], next_BT, counted_BT), loss_BT
+    return cross_entropy(*arguments, cap=CAP, chunk=chunk)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """NorMuon on the blocks' matrices, Adam every other step on the rest; counts add up."""
+    by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
+    by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
+    by_group |= {"largest": measured(), "counts": optax.identity()}
+    muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
+    up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
+    for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
+        by_group[group] = muon(weight_decay=MUON_DECAY, scale=scale, dtype=COMPUTE)
+    return optax.partition(by_group, groups(PARAMETERS))
+
+
+def windows_of(long: int, short: int) -> tuple[int, ...]:
+    """The window of every layer in tokens, itself and so many blocks before it."""
+    return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
+
+
+ROWS = zip(
+    STEPS,
+    LANE_LENS,
+    MAX_DOC_LENS,
+    MAX_DOCS,
+    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
+    strict=True,
+)
+SCORED = CANDIDATES or (columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN),) * len(STEPS)
+STAGES = tuple(
+    Stage(*row, scored=min(SCORED[number], VOCAB), own=number) for number, row in enumerate(ROWS)
+)
+
+RECIPE = Recipe(
+    name="jspeed2",
+    parent="r89",
+    track="fineweb/8xH100",
+    data=Data("fineweb", vocab_size=50_257, bos_id=BOS, align="bos"),
+    target_loss=TARGET_LOSS,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=optimizer,
+    stages=STAGES,
+    lanes=LANES,
+    eval_every=EVAL_EVERY,
+    eval_tokens=EVAL_TOKENS,
+    eval_len=EVAL_LEN,
+    attention_width=WIDTH,
+    layers=LAYERS,
+    eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
+)

@@ -1,0 +1,185 @@
+"""nanogpt-cpu: nanogpt in the setting that nanoGPT gives for a CPU: smaller, shorter, without
+dropout, in float32.
+
+What        4 layers of 128, 2,000 steps of 12 windows of 64 letters that start anywhere, no
+            dropout; LayerNorm, SwiGLU with as many parameters as GELU's MLP, AdamW, a warm-up and a
+            cosine to a tenth of the rate.
+Source      nanoGPT's README, "I only have a macbook": 1.88 after 2,000 steps, about 3 minutes
+            there.
+Hardware    two CPU cores: see benchmarks/cpu.md. `python scripts/prepare.py shakespeare-char`
+            fetches the data.
+Parent      nanogpt
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.nn import initializers
+
+from jspeed.model import fp8
+from jspeed.model.attention import attention
+from jspeed.model.layers import dropout, layer_norm, lookup, positions, row_keys
+from jspeed.model.losses import cross_entropy, softcap
+from jspeed.model.mlp import swiglu, swiglu_width
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, map_specs
+
+# Model
+VOCAB = 65
+WIDTH = 128
+LAYERS = 4
+HEADS = 4
+DROPOUT = 0.0  # probability that an element is zero, in training
+DROPOUT_SEED = 0  # of the masks; --seed is that of weights and windows
+COMPUTE = "float32"  # dtype of activations and of the weights they meet
+INIT_STD = 0.02
+
+# Batch: lanes x lane length tokens a step
+LANES = 12
+LANE_LEN = 64
+STEPS = 2000
+
+# Optimizer
+LEARNING_RATE = 1e-3
+FINAL_RATE = 1e-4  # where the cosine ends
+WARMUP = 100  # steps
+COOLDOWN = 2000  # the step at which the cosine ends, from the start; 0 keeps the rate
+BETA1 = 0.9
+BETA2 = 0.99
+EPS = 1e-8
+WEIGHT_DECAY = 0.1  # on matrices and tables
+CLIP = 1.0  # norm of the whole gradient; 0 does not clip
+
+# Evaluation
+TARGET_LOSS = 1.88  # nats per character
+EVAL_EVERY = 250
+EVAL_TOKENS = 111_488
+EVAL_LEN = 64
+EVAL_CHUNK = 16_384  # tokens whose logits exist at once
+
+MLP_WIDTH = swiglu_width(WIDTH)
+
+normal = initializers.normal(INIT_STD)
+residual = initializers.normal(INIT_STD / (2 * LAYERS) ** 0.5)
+
+
+def matrix(init: initializers.Initializer, **axes: int) -> ParamSpec:
+    """One matrix per layer, its axes with their sizes."""
+    return ParamSpec((LAYERS, *axes.values()), ("layer", *axes), init, "decay", COMPUTE)
+
+
+# "qkv" goes head by head, each its query, key and value, so that heads can be spread over devices.
+PARAMETERS = {
+    "embed": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "decay", COMPUTE),
+    "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "decay", COMPUTE),
+    "attention_gain": ParamSpec(
+        (LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE
+    ),
+    "qkv": matrix(normal, model=WIDTH, heads=3 * WIDTH),
+    "out": matrix(residual, heads=WIDTH, model=WIDTH),
+    "mlp_gain": ParamSpec(
+        (LAYERS, WIDTH), ("layer", "hidden"), initializers.ones, "vectors", COMPUTE
+    ),
+    "gate": matrix(normal, model=WIDTH, mlp=MLP_WIDTH),
+    "up": matrix(normal, model=WIDTH, mlp=MLP_WIDTH),
+    "down": matrix(residual, mlp=MLP_WIDTH, model=WIDTH),
+    "final_gain": ParamSpec((WIDTH,), ("model",), initializers.ones, "vectors", COMPUTE),
+}
+
+Rows = tuple[jax.Array, jax.Array]
+"""Activations ``[B, T, D]`` and the keys of their rows for the next dropout, ``[B, 2]``."""
+
+
+def norm(x_BTD: jax.Array, gain_D: jax.Array) -> jax.Array:
+    """LayerNorm without bias."""
+    return layer_norm(x_BTD, gain_D, jnp.zeros_like(gain_D))
+
+
+def block(p: dict[str, jax.Array], x: Rows, ctx: Context) -> Rows:
+    """One layer, its parameters in ``p``."""
+    x_BTD, keys_B2 = x
+    rate = DROPOUT if ctx.training else 0.0
+    width = WIDTH // HEADS
+    qkv_BTHNK = (norm(x_BTD, p["attention_gain"]) @ p["qkv"]).reshape(
+        *x_BTD.shape[:2], HEADS, 3, width
+    )
+    y_BTHK = attention(*jnp.moveaxis(qkv_BTHNK, 3, 0), scale=width**-0.5, backend=ctx.attention)
+    y_BTD, keys_B2 = dropout(y_BTHK.reshape(x_BTD.shape) @ p["out"], keys_B2, rate)
+    x_BTD += y_BTD
+    y_BTD, keys_B2 = dropout(
+        swiglu(norm(x_BTD, p["mlp_gain"]), p["gate"], p["up"], p["down"]), keys_B2, rate
+    )
+    return x_BTD + y_BTD, keys_B2
+
+
+def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return what the head reads: ``[B, T, D]``."""
+    keys_B2 = row_keys(DROPOUT_SEED, ctx.step, ctx.first_row, len(tokens_BT))
+    x_BTD = lookup(params["embed"], tokens_BT) + positions(params["positions"], tokens_BT.shape[1])
+    x = dropout(x_BTD, keys_B2, DROPOUT if ctx.training else 0.0)
+    x_BTD, _ = ctx.blocks(lambda p, x: block(p, x, ctx), PARAMETERS, LAYERS, params, x)
+    return norm(x_BTD, params["final_gain"])
+
+
+def head(embed_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """Return logits ``[B, T, V]``: the embedding read backwards."""
+    return fp8.matmul(x_BTD, embed_VD, None)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return fp32 logits ``[B, T, V]``."""
+    return softcap(head(params["embed"], hidden(params, tokens_BT, ctx)), None)
+
+
+def loss(
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token in nats)."""
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
+    x_BTD = hidden(params, tokens_BT, ctx)
+    return cross_entropy(
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+    )
+
+
+def schedule() -> optax.Schedule:
+    """Linear from 0 over ``WARMUP`` steps, then a cosine to ``FINAL_RATE`` at step ``COOLDOWN``,
+    which stays."""
+    if not COOLDOWN:
+        return optax.warmup_constant_schedule(0.0, LEARNING_RATE, WARMUP)
+    return optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP, COOLDOWN, FINAL_RATE)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """AdamW after clipping the whole gradient; decay on matrices and tables only."""
+    decayed = map_specs(lambda spec: spec.group == "decay", PARAMETERS)
+    adamw = optax.adamw(
+        schedule(), b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed
+    )
+    return optax.chain(optax.clip_by_global_norm(CLIP) if CLIP else optax.identity(), adamw)
+
+
+STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
+
+RECIPE = Recipe(
+    name="nanogpt-cpu",
+    parent="nanogpt",
+    data=Data("shakespeare-char", vocab_size=VOCAB, bos_id=0, windows="random"),
+    target_loss=TARGET_LOSS,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=optimizer,
+    stages=STAGES,
+    lanes=LANES,
+    eval_every=EVAL_EVERY,
+    eval_tokens=EVAL_TOKENS,
+    eval_len=EVAL_LEN,
+    attention_width=WIDTH,
+    layers=LAYERS,
+    alike=True,
+    sample=Sample(tokens=300, prompt="\n"),
+)
