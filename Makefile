@@ -33,7 +33,7 @@ check: .venv/check/installed
 	case "$$(cargo clippy --version)" in 'clippy $(CLIPPY) '*) deny='-D warnings';; *) deny=;; esac; \
 	  cargo clippy --quiet --release --workspace --all-targets -- $$deny
 
-# ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
+# ARGS='-m slow' compiles records 62 and 89 too: many minutes.
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot --numprocesses 2 --dist loadfile $(ARGS)
 

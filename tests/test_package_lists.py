@@ -30,7 +30,7 @@ PAGES = [
 ]
 # Asked for by a flag, and a missing one is answered with what to install: `jspeed doctor` has the
 # same list.
-ASKED_FOR = {"pyarrow", "tokenizers", "lm_eval", "tensorboard", "wandb", "fa4_jax"}
+ASKED_FOR = {"pyarrow", "tokenizers", "lm_eval", "tensorboard", "wandb"}
 
 
 def of_skyward(monkeypatch: pytest.MonkeyPatch) -> list[str]:

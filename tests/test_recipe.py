@@ -22,11 +22,7 @@ from jspeed.run.find_recipe import find
 from .toys import ALIKE, TOYS, matmul_parameters
 
 
-# Those alike to r89 or nanogpt are it to the letter, evaluation included.
-@pytest.fixture(
-    scope="module",
-    params=[name for name in known_recipes() if ALIKE.get(name) not in ("r89", "nanogpt")],
-)
+@pytest.fixture(scope="module", params=known_recipes())
 def recipe(request):
     return find(request.param, TOYS[request.param]).recipe
 
@@ -153,15 +149,11 @@ def test_reading_a_recipe_starts_no_backend():
     assert done.stdout == "{}\n", done.stderr
 
 
-# jspeed2 by its numbers: tests/recipes/test_jspeed2.py.
-@pytest.mark.parametrize(
-    ("name", "other"), [pair for pair in ALIKE.items() if pair[0] != "jspeed2"]
-)
+@pytest.mark.parametrize(("name", "other"), ALIKE.items())
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
     begin, end, their_end = {
         "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
-        "nanogpt-cpu": ("MLP_WIDTH = ", "RECIPE = ", "RECIPE = "),
     }.get(name, ("def hidden(", "def falling(", "def falling("))
     assert (
         ours[ours.index(begin) : ours.index(end)]

@@ -158,7 +158,6 @@ TOYS["r92"] += [
 TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0.85,6:0.93}"]
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
-TOYS["nanogpt-cpu"] = TOYS["nanogpt"]
 TOYS["jspeed3"] = [
     *TOYS["r92"],
     "COPY=271",
@@ -167,11 +166,10 @@ TOYS["jspeed3"] = [
     "EVAL_POINTER_WINDOW=16",
 ]
 TOYS["jspeed3"] += ["GRADIENT_WINDOWS=(0,1)"]
-TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 
-# Recipes that compute what another one does, at another size or but for the training loss: tests of
-# the step and of generation leave them out.
-ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu", "jspeed2": "r89", "nanogpt-cpu": "nanogpt"}
+# Recipes that compute what another one does, at another size: tests of the step and of generation
+# leave them out.
+ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu"}
 
 
 def matmul_parameters(parameters):

@@ -27,7 +27,6 @@ OwnKernel: TypeAlias = Literal[
     "FP8 casts",
     "gradient of a norm",
     "queries and keys",
-    "composed heads",
     "pointer",
     "XSA",
     "sums of rows",

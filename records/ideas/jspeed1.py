@@ -56,7 +56,6 @@ DC_WINDOW = 112  # tokens
 ATTENTION_SCALE = 0.1  # in the first stage
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
 FP8 = "auto"  # head and MLP in training: auto (where it is native), on, off
-OWN_KERNELS = "off"  # of the MLP, on Hopper; no GPU has timed them: auto (where the preflight passes them), on, off
 
 # Stages
 LANES = 8
@@ -108,38 +107,57 @@ STARTS = (0, *accumulate(STEPS))
 ATTENDING, LAST = tuple(layer for layer in range(LAYERS) if layer != NO_ATTENTION), LAYERS - 1
 CAP = asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
-KINDS = {"own value": (XSA_LAYERS, HEADS, 0.0), "heads": (LONG_LAYERS, HEADS, 0.25), "skip": ((NO_ATTENTION,), 1, 0.5)}
+KINDS = {
+    "own value": (XSA_LAYERS, HEADS, 0.0),
+    "heads": (LONG_LAYERS, HEADS, 0.25),
+    "skip": ((NO_ATTENTION,), 1, 0.5),
+}
 KINDS |= {"start": (ATTENDING[:-1], 1, 0.0), "bigram": (ATTENDING[:-1], 1, 0.05)}
 KINDS |= {"take": ((LAST,), HEADS, 1.0), "give": ((LAST,), HEADS, 0.0)}
 GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
 # What the last layer mixes, in the order of use, and what is added after it.
 GAIN = 1.1**0.5
-MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5, 0.0, 0.0, 0.0])
+MIX_STARTS = padded(
+    [0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5, 0.0, 0.0, 0.0]
+)
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 
 
 def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
-    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share them."""
+    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share
+    them."""
     padding = -count % LANES
-    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding)
+    return ParamSpec(
+        (count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding
+    )
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
-    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
-    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
+    where they start."""
+    init, compute = (
+        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    )
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
-# Bank "queries_keys": the queries of each pair of heads, then their keys, of the first layer that attends, of the next,
-# ...; bank "values_outs": value and output of each; bank "mlp": up and down of every layer, down transposed.
+# Bank "queries_keys": the queries of each pair of heads, then their keys, of the first layer that
+# attends, of the next, ...; bank "values_outs": value and output of each; bank "mlp": up and down
+# of every layer, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "embed": ParamSpec(
+        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
+    ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
-    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=2),
+    "values": ParamSpec(
+        (VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=2
+    ),
     "bigrams": ParamSpec((BIGRAMS, WIDTH), ("row", "model"), zeros, "tables", COMPUTE, every=2),
-    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * WIDTH // HEADS),
+    "queries_keys": bank(
+        uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * WIDTH // HEADS
+    ),
     "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
     "value_gates": slow(zeros, "value_gates", len(VALUE_OF), GATE_WIDTH, HEADS),
@@ -156,7 +174,8 @@ PARAMETERS = {
     "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
     "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
     "gates_scale": slow(MUDD_SCALE, "gates_bias"),
-    # No parameter: the largest activation in each MLP in the step before, for FP8. Every scale starts at 1.
+    # No parameter: the largest activation in each MLP in the step before, for FP8. Every scale
+    # starts at 1.
     "largest": ParamSpec((LAYERS,), ("layer",), initializers.constant(448 / MARGIN), "largest"),
 }
 
@@ -165,20 +184,31 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     """Return what the head reads: ``[B, T, D]``."""
     stage, length = ctx.stage.own, tokens_BT.shape[1]
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len), ctx.stage.windows
+    documents, windows = (
+        find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len),
+        ctx.stage.windows,
+    )
     values = [lookup(table, tokens_BT) for table in params["values"]]
-    angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
+    angles, scale = yarn(
+        frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]]
+    )
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
-    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
+    matrices, share = (
+        params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
+        tokens_BT.shape[0] / (LANES * ctx.pieces),
+    )
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
-        own = ctx.use_own_kernel(OWN_KERNELS, "MLP")
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=own)
+        return mlp(a_BTD, up, down, largest=largest[layer], share=share)
 
     def attend(
-        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
+        a_BTD: jax.Array,
+        layer: int,
+        gate_BTH: jax.Array | None,
+        more: Any = 0.0,
+        scale_out: Any = None,
     ) -> jax.Array:
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
@@ -193,19 +223,28 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
         y_BTHK = (attention_in_pairs if paired else attention)(
-            q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer], backend=ctx.attention
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            scale=scale,
+            documents=documents,
+            window=windows[layer],
+            backend=ctx.attention,
         )
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
         if layer == LAST:
             mixing = gates["take", layer], gates["give", layer]
-            y_BTHK += composed(q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW)
+            y_BTHK += composed(
+                q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW
+            )
         if layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(a_BTD.shape) @ scaled(out_scale * out, scale_out)
 
     def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
-        # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that
+        # matmuls add up.
         if layer not in VALUE_OF:
             return None
         read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
@@ -213,8 +252,12 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         return 2 * sparse_gate(jnp.concatenate(read, axis=-1), gate)
 
     e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
-    start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
-    bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS)) * signs(tokens_BT, WIDTH, e_BTD.dtype)
+    start_BTD = rms_norm(
+        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
+    )
+    bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS)) * signs(
+        tokens_BT, WIDTH, e_BTD.dtype
+    )
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     x_BTD = first_BTD = blend((1, start_BTD), (gates["bigram", 0], bigram_BTD))
     outputs: list[jax.Array] = []
@@ -230,7 +273,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
                 from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
             y_BTD = attend(a_BTD, layer, value_gate(from_BTD, layer), scale_out=after[0])
             bigram = [(gates["bigram", layer], bigram_BTD)] if layer else []
-            x_BTD = blend((before[0], x_BTD), (1, y_BTD), (gates["start", layer], start_BTD), *bigram)
+            x_BTD = blend(
+                (before[0], x_BTD), (1, y_BTD), (gates["start", layer], start_BTD), *bigram
+            )
         x_BTD = blend((before[1], x_BTD), (1, feed(x_BTD, layer, after[1])))
         outputs.append(x_BTD)
         if layer == SHARED_FROM:  # what all later layers attend from
@@ -255,17 +300,28 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane."""
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
+    over a lane."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     if ctx.training:
-        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
-        shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
+        # over a lane.
+        shares = jnp.stack(
+            [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
+        )
         targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
         if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
-            prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), through(PREFIX_SHARE)(ctx.step)
+            prefixes, share = (
+                jnp.asarray(gpt2_prefixes(BOS, VOCAB)),
+                through(PREFIX_SHARE)(ctx.step),
+            )
             targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
@@ -288,7 +344,14 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
+ROWS = zip(
+    STEPS,
+    LANE_LENS,
+    MAX_DOC_LENS,
+    MAX_DOCS,
+    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
+    strict=True,
+)
 STAGES = tuple(Stage(*row, own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(

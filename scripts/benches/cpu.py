@@ -32,7 +32,7 @@ def cpu(
 
     Args:
         recipes: Names or paths; ratios are to the first. With --versus none is needed:
-            shakespeare-char, and nanogpt-cpu, which is nanoGPT's setting as a recipe.
+            shakespeare-char, and nanogpt in nanoGPT's setting.
         rounds: Runs of each, with seeds 1, 2, ...
         versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its
             setting for a CPU.
@@ -44,9 +44,7 @@ def cpu(
     if versus is not None:
         if svg:
             raise BadInput("--versus draws nothing; leave --svg out")
-        return contest(
-            recipes or ("shakespeare-char", "nanogpt-cpu"), versus, python, rounds, json_
-        )
+        return contest(recipes or ("shakespeare-char", "nanogpt"), versus, python, rounds, json_)
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     if not recipes:

@@ -16,17 +16,13 @@ from jspeed.fields import Count
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.heads import composed, without_own_value
+from jspeed.model.heads import without_own_value
 from jspeed.model.kernels.fp8_cast import cast, cast_reference
 from jspeed.model.kernels.fused_mlp import (
-    squared_relu_gradient,
     squared_relu_gradient_fp8,
     squared_relu_gradient_fp8_reference,
-    squared_relu_gradient_reference,
-    squared_relu_matmul,
     squared_relu_matmul_fp8,
     squared_relu_matmul_fp8_reference,
-    squared_relu_matmul_reference,
 )
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.kernels.row_sums import sum_rows
@@ -70,10 +66,8 @@ def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
         jnp.array([1.0, 1.0, 1e-3], jnp.float32),
     )
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]] = {
-        "squared ReLU, FP8": (squared_relu_matmul, squared_relu_matmul_reference, forward),
-        "its gradient": (squared_relu_gradient, squared_relu_gradient_reference, (g, down, h * h)),
-        "all in FP8": (squared_relu_matmul_fp8, squared_relu_matmul_fp8_reference, forward),
-        "gradient in FP8": (
+        "squared ReLU": (squared_relu_matmul_fp8, squared_relu_matmul_fp8_reference, forward),
+        "its gradient": (
             squared_relu_gradient_fp8,
             squared_relu_gradient_fp8_reference,
             backward,
@@ -114,7 +108,7 @@ def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
 def head_cases(
     tokens: int,
 ) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
-    """QK-norm with rotary, composed heads, XSA and a pointer, each with its gradients: kernel,
+    """QK-norm with rotary, XSA and a pointer, each with its gradients: kernel,
     reference, arrays."""
 
     def drawn(number: int, *shape: int) -> jax.Array:
@@ -129,12 +123,6 @@ def head_cases(
     rotate = [
         with_gradients(lambda y, call=call, arguments=arguments: call(y, *arguments))
         for call, arguments in ((norm_and_rotate, rest), (queries_and_keys, plain))
-    ]
-    mix = [
-        with_gradients(
-            partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own)
-        )
-        for own in (True, False)
     ]
     xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
     words = jnp.asarray(zipf_ids(np.random.default_rng(6), 50_257, (1, tokens + 1)), jnp.int32)
@@ -151,7 +139,6 @@ def head_cases(
     heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
     return {
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
-        "composed heads": (mix[0], mix[1], heads),
         "XSA": (xsa[0], xsa[1], heads[1:]),
         "pointer": (
             copy[0],

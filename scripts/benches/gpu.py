@@ -65,8 +65,8 @@ def gpu(
         data: Folder of token shards; default: synthetic tokens, as frequent as words, on the
             devices already.
         micro_batch: Tokens per device in a micro-batch.
-        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4
-            or (TPU) splash.
+        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes or
+            (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.
         versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and

@@ -52,10 +52,7 @@ STAGES = {
     "stage r29, Triton's matmuls on": Variant("r29", (), TRITON_MATMULS),
     "stage r29, no CUDA graphs": Variant("r29", (), f"{UNTUNED} {NO_GRAPHS}"),
     "stage r29, attention triton": Variant("r29", (), UNTUNED, "xla" if TOY else "triton"),
-    "stage jspeed2, own kernels off": Variant("jspeed2", OWN_OFF),
 }
-if not TOY:  # the toy has none
-    STAGES["stage jspeed2, own kernels on"] = Variant("jspeed2", ("OWN_KERNELS=on",))
 QUARTER = 8  # stages of the first quarter of an hour
 BACKENDS = ("xla",) if TOY else ("cudnn", "cudnn_lanes", "triton")
 

@@ -29,8 +29,15 @@ SETTING = (
     " --n_head=4 "
 )
 SETTING += "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
-NANOGPT = "nanoGPT"
 TARGET = 1.88  # nats per character, on the last tenth
+# The same of the recipe nanogpt; its docstring has them too.
+SETS = {
+    "nanogpt": (
+        "WIDTH=128 LAYERS=4 HEADS=4 DROPOUT=0.0 COMPUTE=float32 LANES=12 LANE_LEN=64 EVAL_LEN=64"
+        f" STEPS=2000 COOLDOWN=2000 TARGET_LOSS={TARGET}"
+    ).split()
+}
+NANOGPT = "nanoGPT"
 STEP = re.compile(r"iter (\d+): loss \S+, time (\S+)ms")
 VALIDATION = re.compile(r"step (\d+): train loss \S+, val loss (\S+)")
 
@@ -39,7 +46,7 @@ def contest(
     recipes: Sequence[str], folder: Path, python: Path | None, rounds: int, json_file: Path | None
 ) -> int:
     """Train ``recipes`` and nanoGPT in turn, ``rounds`` times each, and print the loss and seconds
-    of each.
+    of each; ``nanogpt`` in nanoGPT's setting.
 
     nanoGPT's programs are copied from ``folder`` and see the recipes' own characters; ``python``
     (default: this one) has PyTorch. Its seconds are those of all its steps, with the median step in
@@ -62,9 +69,8 @@ def contest(
                         flush=True,
                     )
                 else:
-                    run = our_run(
-                        who, data, Path(place) / f"{Path(who).stem}-{number}", number, {}, ()
-                    )
+                    run_dir, sets = Path(place) / f"{Path(who).stem}-{number}", SETS.get(who, ())
+                    run = our_run(who, data, run_dir, number, {}, sets)
                     loss = or_nan(run["val_loss"])
                     found[who].append(
                         {"seconds": run["timed_seconds"], "loss": loss, "steps": run["steps"]}

@@ -62,8 +62,6 @@ SETS = {
     "r62": [*STAGED, f"BIGRAMS={5 * VOCAB}"],
     "r89": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
 }
-# As large a part of the vocabulary as at full size.
-SETS["jspeed2"] = [*SETS["r89"], "EXACT_TOKENS=448"]
 SETS["r92"] = [
     *LANES,
     "LANE_LENS=(192,384,384,576,576,480,256)",
@@ -75,6 +73,7 @@ SETS["r92"] += [
     "MUDD_WIDTH=32",
     "MIX_GROUPS=8",
 ]
+# As large a part of the vocabulary as at full size.
 SETS["r92"] += [f"COLUMNS=(832,832,832,1168,2000,{VOCAB},{VOCAB})"]
 # Its id for copying is none of the tokens'.
 COPIES = [

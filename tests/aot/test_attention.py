@@ -4,8 +4,6 @@ Nothing runs and cuDNN plans are not built, so what cuDNN refuses only then is n
 tests/gpu is for that.
 """
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,9 +39,7 @@ def compiled(
         return jnp.sum(out.astype(jnp.float32) ** 2)[None]
 
     rows = NamedSharding(two, P("data"))
-    spread = jax.shard_map(
-        loss, mesh=two, in_specs=P("data"), out_specs=P("data"), check_vma=backend != "fa4"
-    )
+    spread = jax.shard_map(loss, mesh=two, in_specs=P("data"), out_specs=P("data"))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=rows)
     tokens = jax.ShapeDtypeStruct(SHAPE[:2], jnp.uint16, sharding=rows)
     gradients = jax.jit(jax.grad(lambda *args: jnp.sum(spread(*args)), (0, 1, 2)))
@@ -95,16 +91,6 @@ def test_cudnns_backward_pass_may_have_a_window_of_its_own(mesh, packed):
     assert windows == {"__cudnn$fmhaSoftmax": 640, "__cudnn$fmhaSoftmaxBackward": 256}
     [mask] = {fmha_config(call)["mask_type"] for call in calls}
     assert mask == ("PADDING_CAUSAL" if packed else "CAUSAL")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fa4-jax's use of cutlass
-def test_fa4(mesh, monkeypatch):
-    if importlib.util.find_spec("fa4_jax") is None:
-        pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
-    fa4_kernels = pytest.importorskip("fa4_jax.kernels")
-    monkeypatch.setattr(fa4_kernels, "_device_arch", lambda: 90)
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    assert len(custom_calls(compiled(mesh, "fa4", packed=True, window=256))) >= 2
 
 
 def target_of(name: str) -> Target:

@@ -1,6 +1,7 @@
 """Races against PyTorch programs: their logs, seconds to a loss, nanoGPT."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -139,14 +140,32 @@ def test_a_run_that_diverges_has_a_curve(monkeypatch, tmp_path):
     assert nanogpt.contest(("shakespeare-char",), tmp_path, None, 1, None) == 1
 
 
+def test_nanogpt_s_setting_is_the_one_that_the_recipe_names():
+    """Flag by flag, and as the recipe's docstring has it."""
+    from benches.nanogpt import SETS, SETTING, TARGET
+
+    found = find("nanogpt", SETS["nanogpt"], trace=False)
+    theirs = dict(word.removeprefix("--").split("=") for word in SETTING.split())
+    ours = {"block_size": "LANE_LEN", "batch_size": "LANES", "n_layer": "LAYERS"}
+    ours |= {"n_head": "HEADS", "n_embd": "WIDTH", "max_iters": "STEPS"}
+    ours |= {"lr_decay_iters": "COOLDOWN", "dropout": "DROPOUT"}
+    assert {name: float(theirs[name]) for name in ours} == {
+        name: found.fields[field] for name, field in ours.items()
+    }
+    assert set(theirs) - set(ours) == {"device", "compile", "log_interval"}
+    assert found.fields["EVAL_LEN"] == 64 and found.recipe.target_loss == TARGET
+    named = re.search(r"--set ((?:\w+=[\w.]+\s+)+)", found.source)
+    assert named and named[1].split() == SETS["nanogpt"]
+
+
 def test_nanogpt_s_setting_stands_beside_nanogpt(monkeypatch, tmp_path, capsys):
-    """By name: there was no recipe of it, but seven --set."""
     from benches import cpu, nanogpt
 
-    order, figures = [], {"shakespeare-char": (1.8, 2.0), "nanogpt-cpu": (1.9, 50.0)}
+    order, figures = [], {"shakespeare-char": (1.8, 2.0), "nanogpt": (1.9, 50.0)}
 
-    def our_run(recipe, data, run_dir, *_):
+    def our_run(recipe, data, run_dir, seed, flags, sets):
         order.append(recipe)
+        assert ("WIDTH=128" in sets) == (recipe == "nanogpt")
         loss, seconds = figures[recipe]
         return {"val_loss": loss, "timed_seconds": seconds, "steps": 9}
 
@@ -159,9 +178,9 @@ def test_nanogpt_s_setting_stands_beside_nanogpt(monkeypatch, tmp_path, capsys):
         lambda *_: order.append("nanoGPT") or {"seconds": 100.0, "loss": 1.92, "steps": 4},
     )
     assert cpu.cpu(versus=tmp_path, rounds=2, json_=tmp_path / "f.json") == 0
-    assert order == [*(turn := ["nanoGPT", "shakespeare-char", "nanogpt-cpu"]), *turn[::-1]]
+    assert order == [*(turn := ["nanoGPT", "shakespeare-char", "nanogpt"]), *turn[::-1]]
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["nanogpt-cpu", "50.00", "2.00", "1.9000", "0", "of", "2"] in said
+    assert ["nanogpt", "50.00", "2.00", "1.9000", "0", "of", "2"] in said
     assert ["nanoGPT", "100.00", "1.00", "1.9200", "0", "of", "2"] in said
     assert json.loads((tmp_path / "f.json").read_text())["seconds"]["shakespeare-char"] == 2.0
     for name in figures:

@@ -5,7 +5,6 @@ The other tests hide GPUs from jax, so this folder runs by itself: ``JSPEED_TEST
 pytest tests/gpu``.
 """
 
-import importlib.util
 from functools import partial
 
 import jax
@@ -38,8 +37,6 @@ def lanes(length: int) -> np.ndarray:
 def backend(request):
     if (request.param == "splash") != (jax.default_backend() == "tpu") and request.param != "xla":
         pytest.skip(f"{request.param} is not for {jax.default_backend()} devices")
-    if request.param == "fa4" and importlib.util.find_spec("fa4_jax") is None:
-        pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
     return request.param
 
 

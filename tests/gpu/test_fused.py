@@ -23,31 +23,6 @@ def same(found, expected, rtol):
     np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-3 * expected.max())
 
 
-def test_the_squared_relu_matmul():
-    arrays = (
-        drawn(0, N, D).astype(E4M3),
-        drawn(1, F, D).astype(E4M3),
-        jnp.array([0.05, 0.01], jnp.float32),
-    )
-    # One rounding to e4m3 may fall to either side where the sums differ in their last bits.
-    for found, expected, rtol in zip(
-        fused_mlp.squared_relu_matmul(*arrays),
-        fused_mlp.squared_relu_matmul_reference(*arrays),
-        (0.02, 0.13, 0.02),
-        strict=True,
-    ):
-        same(found, expected, rtol)
-
-
-def test_the_gradient():
-    arrays = drawn(0, N, D), drawn(1, D, F), jnp.square(drawn(2, N, F))
-    same(
-        fused_mlp.squared_relu_gradient(*arrays),
-        fused_mlp.squared_relu_gradient_reference(*arrays),
-        0.02,
-    )
-
-
 def test_the_fp8_kernels():
     """Their transposed results too; and the wgmma of two FP8 types, which no interpreter has
     run."""

@@ -1,7 +1,5 @@
 """Preflight checks pass on a working GPU or TPU."""
 
-import importlib.util
-
 import jax
 import pytest
 
@@ -22,8 +20,6 @@ pytestmark = pytest.mark.skipif(
 def test_attention(backend, packed, width):
     if backend not in backends(jax.devices()[0], packed):
         pytest.skip(f"this device is not given {backend}")
-    if backend == "fa4" and importlib.util.find_spec("fa4_jax") is None:
-        pytest.skip("fa4-jax is not installed")
     assert preflight_checks.attention_error(backend, width, packed) is None
 
 

@@ -9,7 +9,6 @@ import pytest
 from jspeed.model import fp8
 from jspeed.model.losses import (
     UNLIKELY,
-    Copies,
     asymmetric_cap,
     cross_entropy,
     look_ahead,
@@ -183,48 +182,6 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
     np.testing.assert_allclose(dhead["w"], np.einsum("btd,btv->dv", x64, dlogits), atol=5e-5)
     first = lse - np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(loss, first, atol=1e-5)
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_a_sampled_gradient_of_the_table_has_no_bias(copied, chunk):
-    """Its mean over all samples is the gradient, with sums in float64 and two targets. Each is
-    another, and loss and gradient of x are those without."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        table, x = jnp.asarray(rng.normal(size=(40, 6))), jnp.asarray(rng.normal(size=(3, 8, 6)))
-        targets, weights = (
-            jnp.asarray(rng.integers(0, 39, (2, 3, 8))),
-            jnp.asarray(rng.uniform(size=(2, 3, 8)), jnp.float32),
-        )
-        copies = (
-            Copies(*jnp.asarray(rng.uniform(0.1, 0.4, (2, 3, 8)), jnp.float32), 39)
-            if copied
-            else None
-        )
-
-        def gradients(table_from):
-            def total(table, x):
-                how = {
-                    "cap": CAPS["sigmoid"],
-                    "chunk": chunk,
-                    "copies": copies,
-                    "table_from": table_from,
-                }
-                return cross_entropy(lambda w, x: x @ w.T, table, x, targets, weights, **how)
-
-            (value, _), grads = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(table, x)
-            return value, *grads
-
-        value, of_table, of_x = gradients(None)
-        samples = [gradients((4, jnp.int32(first))) for first in range(4)]
-    for sample in samples:
-        np.testing.assert_allclose(sample[0], value, rtol=1e-6)
-        np.testing.assert_allclose(sample[2], of_x, rtol=1e-5, atol=1e-7)
-        assert np.max(np.abs(sample[1] - of_table)) > 0.01
-    np.testing.assert_allclose(
-        np.mean([sample[1] for sample in samples], axis=0), of_table, rtol=1e-5, atol=1e-6
-    )
 
 
 def test_head_gradient_accumulates_in_fp32():

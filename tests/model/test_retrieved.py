@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jspeed.model import kv_cache, retrieved
+from jspeed.model import retrieved
 from jspeed.retrieval import Matches
 
 LENGTHS = (2, 3, 6)
@@ -73,49 +72,3 @@ def test_terms_are_scaled_by_cell_and_there_are_none_without_an_index():
         == retrieved.terms(scales, table, None, LENGTHS)
         == []
     )
-
-
-def test_what_followed_a_context_earlier_in_the_document_is_the_longest_and_the_latest():
-    """Against a search by hand, in documents of few different tokens."""
-    rng, bos, lengths = np.random.default_rng(2), 5, (1, 2, 4, 7)
-    tokens = np.where(rng.uniform(size=(3, 120)) < 0.03, bos, rng.integers(0, 5, (3, 120)))
-    found = jax.jit(lambda x: retrieved.earlier(x, bos, lengths))(jnp.asarray(tokens))
-    for row, *expected in zip(tokens, *(np.asarray(x) for x in found), strict=True):
-        next_T1, counts_T1, lengths_T, occurrences_T = expected
-        for t in range(len(row)):
-            first = max([s for s in range(t + 1) if row[s] == bos], default=0)
-            hits = {
-                each: [
-                    s
-                    for s in range(first + each - 1, t)
-                    if list(row[s - each + 1 : s + 1]) == list(row[t - each + 1 : t + 1])
-                ]
-                for each in lengths
-                if t - each + 1 >= first
-            }
-            best = max((each for each, places in hits.items() if places), default=0)
-            assert lengths_T[t] == best
-            if best:
-                assert next_T1[t, 0] == row[hits[best][-1] + 1]
-                assert occurrences_T[t] == counts_T1[t, 0] == len(hits[best])
-            else:
-                assert occurrences_T[t] == counts_T1[t, 0] == 0
-
-
-@pytest.mark.parametrize("cuts", [[1] * 20, [7, 1, 12]])
-def test_with_a_cache_it_finds_what_it_finds_without(cuts):
-    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 4, (2, 20)), jnp.int32)
-
-    def forward(tokens):
-        return jnp.stack(
-            [x.reshape(tokens.shape) for x in retrieved.earlier(tokens, 3, (1, 2, 4))], axis=-1
-        )
-
-    expected = forward(tokens)
-    cache, start, found = kv_cache.empty(forward, 2, 24), 0, []
-    go_on = jax.jit(lambda *arguments: kv_cache.advance(forward, *arguments))
-    for cut in cuts:
-        cache, out = go_on(cache, jnp.full(2, start, jnp.int32), tokens[:, start : start + cut])
-        found.append(out)
-        start += cut
-    np.testing.assert_array_equal(jnp.concatenate(found, axis=1), expected)

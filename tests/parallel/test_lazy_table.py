@@ -28,7 +28,7 @@ ROWS, WIDTH, IDS = 128, 3, 24
 BETAS = (0.9, 0.9, 0.81, 0.81, 0.81)
 
 
-def dense(table, steps, by_row):
+def dense(table, steps):
     """The rule of record 92 on the whole table: events of one or several steps' (ids,
     gradients)."""
     p, v = table.astype(np.float64), np.zeros((len(table), 1))
@@ -36,15 +36,15 @@ def dense(table, steps, by_row):
         g = np.zeros_like(p)
         for ids, grads in event:
             np.add.at(g, ids, grads)
-        v = beta * v + (1 - beta) * (np.mean(g**2, axis=1, keepdims=True) if by_row else g**2)
+        v = beta * v + (1 - beta) * np.mean(g**2, axis=1, keepdims=True)
         u = 0.1 * np.sqrt(1 - beta ** (n + 1)) * g / (np.sqrt(v) + 1e-10)
         u += np.where(u * p > 0, 0.1**2 * 0.5 * p, 0)
         p = p - u
     return p
 
 
-@pytest.mark.parametrize(("devices", "by_row"), [(1, True), (4, True), (4, False)])
-def test_updates_are_those_of_a_dense_table(devices, by_row):
+@pytest.mark.parametrize("devices", [1, 4])
+def test_updates_are_those_of_a_dense_table(devices):
     """Rows named on several devices and in several steps; rows that nobody names stay as they are,
     bit for bit."""
     rng = np.random.default_rng(0)
@@ -53,9 +53,7 @@ def test_updates_are_those_of_a_dense_table(devices, by_row):
     shared[:, :, :, :4] = 7
     grads = rng.normal(size=(*shared.shape, WIDTH)).astype(np.float32)
     betas = jnp.asarray(BETAS)
-    adam = row_adam(
-        lambda n: 0.1, lambda n: betas[n], eps=1e-10, weight_decay=lambda n: 0.5, by_row=by_row
-    )
+    adam = row_adam(lambda n: 0.1, lambda n: betas[n], eps=1e-10, weight_decay=lambda n: 0.5)
     mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
     axis, part = ("data" if devices > 1 else None), ROWS // devices
     waiting = sink_size(IDS, part, devices)
@@ -87,7 +85,7 @@ def test_updates_are_those_of_a_dense_table(devices, by_row):
     events = [
         [(shared[n, s].ravel(), grads[n, s].reshape(-1, WIDTH)) for s in range(2)] for n in range(5)
     ]
-    expected = dense(table, events, by_row)
+    expected = dense(table, events)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found)[ROWS // 2 :], table[ROWS // 2 :])
 

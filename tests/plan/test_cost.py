@@ -124,21 +124,6 @@ def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window
     assert call.bytes == 4 * 2 * 2 * 100 * 3 * 64 + 4 * 2 * 100 + 4 * 2 * 3 * 100
 
 
-@pytest.mark.parametrize(
-    ("name", "matmuls"), [("forward", 2), ("dmixed", 1), ("dq", 3), ("dk_dv", 3)]
-)
-def test_composed_heads_count_all_blocks_in_reach(name, matmuls):
-    """Of every block of queries, whatever documents and the windows of attention are."""
-    text = OWN.replace(
-        "attention_forward_packed_window24_blocks16x8", f"composed_heads_{name}_3x64_blocks16x48"
-    )
-    call, _ = cost.kernels(text, max_doc_len=40)
-    assert call.kind == f"attention_{'forward' if name == 'forward' else 'backward'}"
-    assert cost.part_of(call, {}) == "attention scores"
-    # seven blocks of 16, the last one not full
-    assert call.flops == matmuls * 2 * 2 * 3 * 64 * 112 * 48
-
-
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 1), ("dq", 2), ("dk", 2)])
 @pytest.mark.parametrize("window", [24, 1, 4096])
 def test_the_pointer_counts_the_blocks_it_visits(name, matmuls, window):

@@ -19,7 +19,7 @@ R29 = Call(True, 192, 6, 2048, 128, packed=True, causal=True, window=1409)
 BACKWARD = [
     R29,
     R29._replace(window=641),
-    R29._replace(documents=128, window=0),  # r62, r89, jspeed2
+    R29._replace(documents=128, window=0),  # r62, r89
     R29._replace(documents=192, length=49152),  # r29 by lanes
     R29._replace(width=64),
     R29._replace(width=256),

@@ -97,26 +97,3 @@ def test_gradients_of_attention_end_at_their_window_in_the_stages_that_have_one(
     (loss, of_near), (same_loss, of_whole) = gradients(near), gradients(whole)
     assert loss == same_loss
     assert np.array_equal(of_near["queries_keys"], of_whole["queries_keys"]) == (number == 0)
-
-
-def test_copies_and_a_sampled_gradient_of_the_head_are_in_the_step():
-    """Scales of copies get a gradient; of the head's it is another one than from all tokens, with
-    the same loss."""
-    copying = [*TOYS["jspeed3"], "COPIES=(1,2,4)"]
-    every, some = (find("jspeed3", [*copying, f"HEAD_ONE_IN=({n},{n})"]).recipe for n in (1, 4))
-    params = r.init_parameters(every.parameters, jax.random.key(0))
-    # 25: what follows each has followed it before
-    tokens = np.tile(np.arange(6, 11, dtype=np.int32), 5)[None]
-    weights = np.full((1, 24), 0.1, np.float32)
-
-    def gradients(recipe):
-        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(5))
-        of = jax.value_and_grad(
-            lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx)[0]
-        )
-        return jax.jit(of)(params)
-
-    (loss, grads), (same_loss, sampled) = gradients(every), gradients(some)
-    assert loss == same_loss and np.any(grads["copied"])
-    np.testing.assert_allclose(sampled["copied"], grads["copied"], rtol=1e-4, atol=1e-7)
-    assert not np.allclose(sampled["head"], grads["head"])

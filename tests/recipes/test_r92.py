@@ -163,10 +163,10 @@ def test_hashes_of_the_record():
     expected = [84602879, 84602879, 77435831, 71736975, 78693949, 67888422]
     np.testing.assert_array_equal(half + trigram_rows(tokens, half)[0], expected)
     np.testing.assert_array_equal(
-        sign_rows(tokens, r92.SIGNS[2])[0], [0, 3392, 241, 5431, 5317, 6654]
+        sign_rows(tokens, r92.SIGNS[0])[0], [0, 3392, 241, 5431, 5317, 6654]
     )
     np.testing.assert_array_equal(
-        sign_rows(tokens, r92.SIGNS[3])[0], [0, 0, 7077, 1047, 6158, 3556]
+        sign_rows(tokens, r92.SIGNS[1])[0], [0, 0, 7077, 1047, 6158, 3556]
     )
 
 
@@ -388,31 +388,3 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
     assert float(value) == pytest.approx(float(expected), rel=2e-3)
     for name in (*banks, "head", "values", "layer_scales", "post_scales", "attention_scales"):
         assert dense.distance(grads[name], wanted[name]) < 0.03, name
-
-
-def test_bigrams_alone_have_all_rows():
-    """A change of one row reaches the tokens after that pair, and with trigrams none: their rows
-    are others."""
-    for sets, changes in ([["ORDERS=(2,)"], True], [[], False]):
-        recipe = find("r92", [*TOYS["r92"], *sets], trace=False).recipe
-        params = r.init_parameters(recipe.parameters, jax.random.key(0))
-        tokens = jnp.array([[255, 7, 9, 11, 7, 9, 11, 7]])
-        row = next(row for row in np.asarray(bigram_rows(tokens, 512)[0]) if row >= 256)
-        ctx = r.Context(recipe.stages[1], training=False)
-        run = jax.jit(functools.partial(recipe.forward, ctx=ctx))
-        before = run(params, tokens)
-        after = run(params | {"ngrams": params["ngrams"].at[row].set(1)}, tokens)
-        trigrams = 256 + np.asarray(trigram_rows(tokens, 256)[0])
-        assert bool(jnp.any(before != after)) == (changes or row in trigrams)
-
-
-def test_wide_queries_read_all_of_their_matrices():
-    """Five layers read the other half of their queries and keys."""
-    wide = find("r92", ["NARROW_QUERIES=False"], trace=False).recipe
-    more = sizes.active_matmul_parameters(wide, wide.stages[0]) - sizes.active_matmul_parameters(
-        r92.RECIPE, r92.STAGES[0]
-    )
-    assert (
-        more == 5 * 768**2
-        and wide.parameters["queries_keys"].shape == r92.PARAMETERS["queries_keys"].shape
-    )

@@ -85,7 +85,7 @@ def as_run(
             "own": True,
             "calls": {"__cublas$lt$matmul$f8": 3},
             "checked": ["FP8 matmuls"],
-            "refused": ["attention fa4: a test"],
+            "refused": ["attention cudnn: a test"],
         },
         "data": {
             "name": "stdlib",

@@ -33,7 +33,6 @@ EXTRAS = {
     "cuda12": (("nvidia.cudnn",), "runs on NVIDIA GPUs (cuda13 with CUDA 13)"),
     "tpu": (("libtpu",), "runs on TPUs, plan compiles for them"),
     "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for absent GPUs"),
-    "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
     "parquet": (("pyarrow",), "prepare reads .parquet and .zst"),
     "tokenizers": (("tokenizers",), "prepare text --tokenizer FILE.json"),
     "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
@@ -142,11 +141,8 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
             "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is"
             f" {capability}"
         )
-    elif device.attention == "fa4":
-        reason = "fa4_jax is installed, and this is Hopper"
     else:
         reason = f"compute capability {capability}"
-        reason += "; jspeed[fa4] would give FlashAttention 4" if str(capability) == "9.0" else ""
     reasons = {
         "native": f"on tensor cores, compute capability {capability}",
         "missing": (

@@ -15,7 +15,7 @@ from jspeed.errors import BadInput, nearest
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
 
-BACKENDS = ("xla", "triton", "cudnn", "cudnn_lanes", "fa4", "splash")
+BACKENDS = ("xla", "triton", "cudnn", "cudnn_lanes", "splash")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this run as a loop instead of unrolled."""

@@ -84,7 +84,6 @@ def composed(
     scale: float,
     documents: Documents,
     window: int,
-    own_kernels: bool = False,
 ) -> jax.Array:
     """Attend once more within ``window`` tokens, with probabilities that each token mixes over
     heads.
@@ -93,10 +92,6 @@ def composed(
     ``take_BTH``, scaled to a root mean square of 1 over heads. The sum over heads weighs every
     head's values, and head h gets ``give_h`` times the result: ``[B, T, H, K]``, to be added to the
     output of attention (Xiao et al. 2024, DCMHA; record 85).
-
-    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.composed_heads`):
-    equal up to rounding, on Hopper in bf16 only, with windows of at most 129 tokens. An active KV
-    cache does without them.
     """
     rows, length, heads, width = q_BTHK.shape
     take_BTH = take_BTH.astype(jnp.float32)
@@ -108,12 +103,6 @@ def composed(
         # one block
         q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))
         return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1
-    if own_kernels:
-        # slow to import, and most runs do without
-        from jspeed.model.kernels.composed_heads import compose
-
-        of_tokens = take_BTH, give_BTH.astype(v_BTHK.dtype), documents.ids
-        return compose(q_BTHK, k_BTHK, v_BTHK, *of_tokens, scale=scale, window=window)
     # of a block of queries, which sees itself and the block before
     size = min(max(128, window), length)
     ids_BNS = in_blocks(documents.ids, size, fill=-2)

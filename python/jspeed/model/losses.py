@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.fp8 import E4M3_MAX
-from jspeed.model.layers import key_of
 
 Head = Callable[[Any, jax.Array], jax.Array]
 
@@ -95,7 +94,6 @@ def cross_entropy(
     copies: Copies | None = None,
     after: tuple[jax.Array, jax.Array | None] | None = None,
     kept_at: float | None = None,
-    table_from: tuple[int, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
     gradient).
@@ -126,12 +124,6 @@ def cross_entropy(
     ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1,
     and so rounded they make loss and gradient: half of the bytes of bf16, which an FP8 matmul of
     cuBLASLt writes itself.
-
-    ``table_from`` (n, r): ``head_params`` is the table ``[V, D]`` of a head ``x @ table.T``. Of its
-    gradient, what probabilities add is that of tokens r, r + n, ... alone, times n; what targets
-    subtract is that of all tokens, and so is the gradient of ``x``. Where r is drawn uniformly from
-    0 to n - 1 this has no bias (PR 371 of modded-nanogpt). n must divide the tokens of a row, and
-    ``chunk`` if it is given.
     """
     targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
     copied: tuple[jax.Array, ...] = ()
@@ -145,16 +137,8 @@ def cross_entropy(
         return _evaluated(
             head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, *after
         )
-    one_in, first = table_from or (1, jnp.int32(0))
-    how = head, cap, chunk, kept_at, one_in
-    return _cross_entropy(*how, head_params, x_BTD, copied, targets_BTN, weights_BTN, first)
-
-
-def one_token_in(count: int, step: jax.Array | int) -> tuple[int, jax.Array] | None:
-    """Return what :func:`cross_entropy` takes as ``table_from``, drawn by ``step``; None for a
-    ``count`` of 1."""
-    key = jax.random.fold_in(key_of(0), step)
-    return (count, jax.random.randint(key, (), 0, count)) if count > 1 else None
+    how = head, cap, chunk, kept_at
+    return _cross_entropy(*how, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
 def look_ahead(
@@ -185,10 +169,8 @@ def with_prefix(
     return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _cross_entropy(
-    head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first
-):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _cross_entropy(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
     return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
@@ -214,9 +196,7 @@ def _evaluated(
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(
-    head, cap, chunk, kept_at, one_in, head_params, x_BTD, copied, targets_BTN, weights_BTN, first
-):
+def _forward(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
     largest, share_BTN = shares(weights_BTN)
 
     def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copied_Bt):
@@ -232,9 +212,6 @@ def _forward(
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
         new, dx_BtD = pull(dlogits(again_BtV, hits_BtV, scale_Bt, shift_Bt, cap))
-        if one_in > 1:
-            tokens = x_BtD, again_BtV, targets_BtN, share_BtN, scale_Bt, shift_Bt
-            new = _table_gradient(head, cap, one_in, first, head_params, bool(copied_Bt), *tokens)
         dhead = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new)
         return dhead, (loss_BtN, (dx_BtD, *dcopied))
 
@@ -246,50 +223,11 @@ def _forward(
     return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
 
 
-def _backward(head, cap, chunk, kept_at, one_in, saved, cotangents):
-    return *rescale_gradients(saved, cotangents), None, None, None
+def _backward(head, cap, chunk, kept_at, saved, cotangents):
+    return *rescale_gradients(saved, cotangents), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
-
-
-def _table_gradient(
-    head,
-    cap,
-    one_in,
-    first,
-    table_VD,
-    copied,
-    x_BtD,
-    logits_BtV,
-    targets_BtN,
-    share_BtN,
-    scale_Bt,
-    shift_Bt,
-):
-    """Return the gradient of the table as ``table_from`` says. ``copied``: the last target is the
-    same of all."""
-
-    def few(a_Bt: jax.Array) -> jax.Array:
-        a_BtR = a_Bt.reshape(a_Bt.shape[0], -1, one_in, *a_Bt.shape[2:])
-        return jax.lax.dynamic_index_in_dim(a_BtR, first, axis=2, keepdims=False)
-
-    _, pull = jax.vjp(partial(head, x=few(x_BtD)), table_VD)
-    (sum_VD,) = pull(dlogits(few(logits_BtV), None, few(scale_Bt), few(shift_Bt), cap))
-    sum_VD = one_in * sum_VD.astype(jnp.float32)
-    target_BtN = jnp.take_along_axis(logits_BtV, targets_BtN, axis=-1).astype(jnp.float32)
-    less_BtN = dlogits(
-        target_BtN, share_BtN, jnp.zeros_like(scale_Bt), jnp.zeros_like(shift_Bt), cap
-    )
-    x_BtD = x_BtD.astype(jnp.float32)
-    for n in range(targets_BtN.shape[-1]):
-        if copied and n == targets_BtN.shape[-1] - 1:
-            sum_VD = sum_VD.at[targets_BtN[0, 0, n]].add(
-                jnp.einsum("bt,btd->d", less_BtN[..., n], x_BtD)
-            )
-        else:
-            sum_VD = sum_VD.at[targets_BtN[..., n]].add(less_BtN[..., n, None] * x_BtD)
-    return sum_VD
 
 
 def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):

@@ -40,15 +40,12 @@ def mlp(
     gradients that enter the first matmul and the second. ``w_scales`` are then those of both
     matrices, where :func:`jspeed.model.fp8.scales_of` gave them.
 
-    With ``own_kernels`` and ``largest`` squared ReLU and its gradient are computed in the epilogue
-    of the preceding matmul, by :mod:`jspeed.model.kernels.fused_mlp`: equal up to rounding, on
-    Hopper in bf16 only. For a scalar ``largest`` it raises Refused unless B x T and D are multiples
-    of 128 and F of 256.
-
-    For ``largest`` ``[3]`` squared ReLU and its gradient are also rounded there, written row-major
-    and transposed, and never in memory in bf16; :mod:`jspeed.model.kernels.fp8_cast` rounds the
-    gradient of the output. Other sizes take the plain path. Equal up to rounding, except that the
-    gradient of squared ReLU uses its e4m3 output.
+    With ``own_kernels`` and ``largest`` ``[3]`` squared ReLU and its gradient are computed and
+    rounded in the epilogue of the preceding matmul, by :mod:`jspeed.model.kernels.fused_mlp`: they
+    are written row-major and transposed, and never in memory in bf16.
+    :mod:`jspeed.model.kernels.fp8_cast` rounds the gradient of the output. Other sizes than whole
+    tiles, and a scalar ``largest``, take the plain path. Equal up to rounding, except that the
+    gradient of squared ReLU uses its e4m3 output. On Hopper only.
     """
     if largest is None:
         return relu_squared(x_BTD @ up_DF) @ down_DF.T
@@ -76,48 +73,8 @@ def mlp(
         return fp8.measured_matmul(
             h_BTF, down_DF, of_down, share, MARGIN * of_h / fp8.E4M3_MAX, down_scale
         )
-    h_scale = MARGIN * largest / fp8.E4M3_MAX
-    if own_kernels:
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        scales = [
-            fp8.scale_of(x_ND, dtype, x_scale),
-            *(fp8.scale_of(a, dtype) for a in (up_DF, down_DF)),
-        ]
-        scales.append(fp8.as_scale(h_scale, dtype))
-        return _in_own_kernels(x_ND, up_DF, down_DF, largest, share, *scales).reshape(x_BTD.shape)
     h_BTF = fp8.watch(relu_squared(fp8.forward_matmul(x_BTD, up_DF.T, x_scale)), largest, share)
-    return fp8.forward_matmul(h_BTF, down_DF, h_scale)
-
-
-@jax.custom_vjp
-def _in_own_kernels(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
-    return _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale)[0]
-
-
-def _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
-    from jspeed.model.kernels import fused_mlp  # slow to import, and most runs do without
-
-    scaled = ((x_ND, x_scale), (up_DF.T, up_scale), (down_DF, down_scale))
-    q_ND, q_FD, q_DF = (fp8.quantise(a, scale.astype(jnp.float32), fp8.E4M3) for a, scale in scaled)
-    product = x_scale.astype(jnp.float32) * up_scale.astype(jnp.float32)
-    h_NF, q_NF, amax_GN = fused_mlp.squared_relu_matmul(
-        q_ND, q_FD, jnp.stack([product, h_scale.astype(jnp.float32)])
-    )
-    y_ND = fp8.dot(q_NF, q_DF, (1, 1), (h_scale, down_scale), x_ND.dtype, Precision.DEFAULT)
-    return y_ND, (x_ND, up_DF, down_DF, h_NF, (jnp.max(amax_GN) * share).astype(largest.dtype))
-
-
-def _backward(saved, g_ND):
-    from jspeed.model.kernels import fused_mlp
-
-    x_ND, up_DF, down_DF, h_NF, amax = saved
-    dpre_NF = fused_mlp.squared_relu_gradient(g_ND, down_DF, h_NF)
-    operands = ((dpre_NF, up_DF, (1, 1)), (x_ND, dpre_NF, (0, 0)), (g_ND, h_NF, (0, 0)))
-    grads = (fp8.dot(a, b, over, None, x_ND.dtype, Precision.DEFAULT) for a, b, over in operands)
-    return *grads, amax, None, None, None, None, None
-
-
-_in_own_kernels.defvjp(_forward, _backward)
+    return fp8.forward_matmul(h_BTF, down_DF, MARGIN * largest / fp8.E4M3_MAX)
 
 
 @jax.custom_vjp

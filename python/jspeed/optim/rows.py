@@ -1,5 +1,4 @@
-"""Adam for tables of which few rows have a gradient: one second moment a row or a number, and no
-momentum."""
+"""Adam for tables of which few rows have a gradient: one second moment a row, and no momentum."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ NAMED: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
 
 class RowState(NamedTuple):
     """Number of updates so far (int32 scalar) and the running mean square of each row (fp32
-    ``[V]``), or of each number (``[V, D]``)."""
+    ``[V]``)."""
 
     step: jax.Array
     square_V: jax.Array
@@ -26,8 +25,7 @@ class RowTransformation(NamedTuple):
     """``init(table [V, D])`` and ``update(found, table, state, own_kernels) -> (table, state)``.
 
     ``found`` are lists of rows, some several times, and their gradients; rows from V on mean
-    nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says, for
-    an update that has kernels.
+    nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says.
     """
 
     init: Callable[[jax.Array], RowState]
@@ -42,7 +40,6 @@ def row_adam(
     eps: float,
     weight_decay: optax.Schedule,
     own_kernels: str = "off",
-    by_row: bool = True,
 ) -> RowTransformation:
     """Adam with beta1 = 0 and the mean of squares over a row in place of its squares
     (modded-nanogpt, record 92).
@@ -50,14 +47,11 @@ def row_adam(
     Schedules map the number of past updates. The mean square of every row decays at every update.
     Decay is cautious, ``weight_decay`` x rate squared, as
     :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are summed in fp32. With
-    own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`). Without
-    ``by_row`` each number has its own square, as in Adam, and there is no kernel.
+    own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`).
     """
 
     def init(table_VD: jax.Array) -> RowState:
-        return RowState(
-            jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[: 1 if by_row else 2], jnp.float32)
-        )
+        return RowState(jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[0], jnp.float32))
 
     def update(
         found: Sequence[Pending], table_VD: jax.Array, state: RowState, own_kernels: bool = False
@@ -75,7 +69,7 @@ def row_adam(
         table_VD, square_V = change(found, table_VD, beta * state.square_V, factors)
         return table_VD, RowState(state.step + 1, square_V)
 
-    return RowTransformation(init, update, own_kernels if by_row else "off")
+    return RowTransformation(init, update, own_kernels)
 
 
 def _changed(
@@ -85,10 +79,9 @@ def _changed(
     fresh, rate, eps, fraction = factors
     rows_R, grads_RD = distinct(joined(found), table_VD.shape[0])
     square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **NAMED)
-    fresh_RD = jnp.square(grads_RD)
-    square_R += fresh * (fresh_RD if square_R.ndim > 1 else jnp.mean(fresh_RD, axis=1))
+    square_R += fresh * jnp.mean(jnp.square(grads_RD), axis=1)
     old_RD = table_VD.at[rows_R].get(mode="fill", fill_value=0, **NAMED).astype(jnp.float32)
-    change_RD = (rate / (jnp.sqrt(square_R) + eps)).reshape(len(rows_R), -1) * grads_RD
+    change_RD = (rate / (jnp.sqrt(square_R) + eps))[:, None] * grads_RD
     # No select: XLA would share its zeros with those that sums of gradients start from, and write
     # and read them.
     change_RD += fraction * old_RD * (change_RD * old_RD > 0)

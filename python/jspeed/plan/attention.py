@@ -7,7 +7,7 @@ Each pair of a query and a key that is computed counts, once for each matmul of 
 - own kernels: whole blocks of such keys; 2 and 7 (scores are recomputed in both backward kernels).
 - splash attention (TPUs): the same, but documents end no block; a block is read again for each
   pair.
-- composed heads: all blocks that a window reaches; 2 and 7. The pointer: as own kernels; 1 and 4.
+- the pointer: as own kernels; 1 and 4.
 """
 
 import json
@@ -32,16 +32,13 @@ MATMULS = {"attention_forward": 2, "attention_backward": 5}
 EMPTY_KERNELS = {"forward": 1, "backward": 2}
 TRITON = "__gpu$xla.gpu.triton"  # own kernels for GPUs
 TPU = "tpu_custom_call"  # JAX's splash attention
-# Names of kernels, as model/kernels/fused_attention.py, composed_heads.py, pointer_attention.py and
-# splash_attention.py give them: a kernel takes blocks of ``own`` tokens, each of which visits
-# blocks of ``visited`` tokens.
+# Names of kernels, as fused_attention.py, pointer_attention.py and splash_attention.py of
+# model/kernels/ give them: a kernel takes blocks of ``own`` tokens, each of which visits blocks of
+# ``visited`` tokens.
 BLOCKS = r"blocks(?P<own>\d+)x(?P<visited>\d+)"
 OWN = re.compile(
     r"attention_(?P<kernel>forward|dq|dk_dv)_(?P<mask>packed|causal)"
     rf"_window(?P<window>\d+)_{BLOCKS}"
-)
-COMPOSED = re.compile(
-    rf"composed_heads_(?P<kernel>forward|dmixed|dq|dk_dv)_(?P<heads>\d+)x(?P<width>\d+)_{BLOCKS}"
 )
 POINTER = re.compile(
     rf"pointer_(?P<kernel>forward|dq|dk)_(?P<width>\d+)_window(?P<window>\d+)_{BLOCKS}"
@@ -51,7 +48,6 @@ SPLASH = re.compile(
 )
 BLOCK_MATMULS = {  # of each kernel, for a pair of blocks
     OWN: {"forward": 2, "dq": 3, "dk_dv": 4},
-    COMPOSED: {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3},
     POINTER: {"forward": 1, "dq": 2, "dk": 2},
     SPLASH: {"fwd": 2, "dq": 3, "dkv": 4},
 }
@@ -182,7 +178,7 @@ def _match(op: Instruction) -> re.Match[str] | None:
     """What the name of a kernel that computes whole blocks says of it; None for all others."""
     if op.target == TPU:
         return SPLASH.search(op.op_name)
-    patterns = (OWN, COMPOSED, POINTER) if op.target == TRITON else ()
+    patterns = (OWN, POINTER) if op.target == TRITON else ()
     return next((match for pattern in patterns if (match := pattern.search(op.attributes))), None)
 
 
@@ -197,21 +193,16 @@ def _blocks(op: Instruction, match: re.Match[str], max_doc_len: int | None) -> B
         channels = math.prod(rows) * width
     else:
         lanes, length, *rest = op.arrays[0].dims
-        channels = lanes * (
-            math.prod(rest) if match.re is OWN else int(named.get("heads", 1)) * int(match["width"])
-        )
+        channels = lanes * (math.prod(rest) if match.re is OWN else int(match["width"]))
     document = (
         min(length, max_doc_len or length)
         if match.re is POINTER or named.get("mask") == "packed"
         else length
     )
-    if match.re is COMPOSED:  # each block visits one stretch, before the lane and after it too
-        pairs = -(-length // own)
-    else:
-        by_keys = match["kernel"] in ("dk_dv", "dk", "dkv")
-        # the pointer's do not count the query
-        keys = window + 1 if match.re is POINTER else window or length
-        pairs = _pairs(by_keys, length, document, keys, own, visited)
+    by_keys = match["kernel"] in ("dk_dv", "dk", "dkv")
+    # the pointer's do not count the query
+    keys = window + 1 if match.re is POINTER else window or length
+    pairs = _pairs(by_keys, length, document, keys, own, visited)
     return Blocks(BLOCK_MATMULS[match.re][match["kernel"]], channels, length, own, visited, pairs)
 
 

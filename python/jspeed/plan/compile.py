@@ -75,8 +75,6 @@ def place_on_target(
     """
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
     device = device_of(mesh, memory=cluster.usable_bytes, recipe=recipe)
-    # fa4 asks the live backend, and its kernels carry no shapes to read FLOPs from.
-    device = replace(device, attention=device.attention.replace("fa4", "cudnn"))
     return TargetPlacement(
         cluster=cluster, **vars(place(recipe, mesh, layout, device, micro_batch))
     )

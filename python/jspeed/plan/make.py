@@ -342,7 +342,6 @@ def warnings(
                 " plans to ask"
             )
         )
-        lines.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
     elif placement.device.attention == "triton":
         lines.append(
             "attention is planned with jspeed's own kernels; they compile for this GPU but have not"

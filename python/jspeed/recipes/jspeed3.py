@@ -44,7 +44,6 @@ from jspeed.model.losses import (
     asymmetric_cap,
     cross_entropy,
     look_ahead,
-    one_token_in,
     softcap,
     with_prefix,
 )
@@ -107,7 +106,6 @@ POINTER_WIDTH = 128
 LIKE = True  # whether n-grams of tokens of like text are one
 # lengths of contexts to look for in earlier steps, in tokens, such as (2, 3, 4, 6, 10); (): none
 RETRIEVAL = ()
-COPIES = ()  # lengths of contexts to look for earlier in the document, likewise
 # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 COMPUTE = "bfloat16"
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
@@ -133,7 +131,6 @@ POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
 RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
 COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
-HEAD_ONE_IN = (1, 1, 1, 1, 1, 1, 1)  # tokens from which probabilities add to the head's gradient
 TARGETS = (3, 2, 2, 1, 1, 1, 1)  # tokens ahead that a token predicts
 SHARES = ({0: 1.0}, {276: 0.5, 585: 0.0}, {0: 0.25, 276: 0.0})  # of each, lines between steps
 PREFIX_SHARE = {0: 0.25, 276: 0.20, 354: 0.15, 431: 0.10, 508: 0.05, 585: 0.0}  # from each step on
@@ -308,10 +305,9 @@ PARAMETERS = {
         (len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"
     ),
 }
-for name, lengths in {"copied": COPIES, "retrieved": RETRIEVAL}.items():
+if RETRIEVAL:
     # how much of what followed a context the first state and the head get, by how sure it is
-    if lengths:
-        PARAMETERS[name] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(lengths), 2)
+    PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(RETRIEVAL), 2)
 
 
 def hidden(
@@ -463,11 +459,7 @@ def hidden(
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     words_VD = params["head" if tied else "embed"]
     followed = retrieved.terms(params.get("retrieved"), words_VD, ctx.matches, RETRIEVAL)
-    earlier = retrieved.earlier(tokens_BT, BOS, COPIES) if COPIES else None
-    copied = retrieved.terms(params.get("copied"), words_VD, earlier, COPIES)
-    x_BTD = first_BTD = blend(
-        (1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1], *copied[:1]
-    )
+    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1])
     outputs: list[jax.Array] = []
     for layer in range(LAST):
         if layer == GATES_FROM:
@@ -510,7 +502,7 @@ def hidden(
         values[2],
     ]
     added += [a_BTD, rms_norm(shared_BTD)]
-    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:], *copied[1:]))
+    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:]))
 
 
 def pointing(
@@ -567,9 +559,7 @@ def loss(
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    score = partial(
-        score, chunk=ctx.head_chunk, table_from=one_token_in(HEAD_ONE_IN[ctx.stage.own], ctx.step)
-    )
+    score = partial(score, chunk=ctx.head_chunk)
     lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
     if columns >= VOCAB:
         x_BTD = hidden(params, tokens_BT, ctx)

@@ -9,7 +9,10 @@ Departures  Attention's probabilities are not dropped, since no fused attention 
             dropout is on embeddings and on what attention and MLP add. The loss is that of the last
             step, nanoGPT's the best.
 Source      nanoGPT, which reaches 1.4697 in 3 minutes on an A100; nanoJAXGPT for SwiGLU.
-Hardware    one GPU: not run here. nanoGPT's setting for a CPU is the recipe nanogpt-cpu.
+Hardware    one GPU: not run here. nanoGPT's README gives a setting for a CPU, "I only have a
+            macbook": 1.88 in about 3 minutes. Here, on two cores (benchmarks/cpu.md):
+            --set WIDTH=128 LAYERS=4 HEADS=4 DROPOUT=0.0 COMPUTE=float32 LANES=12 LANE_LEN=64
+            EVAL_LEN=64 STEPS=2000 COOLDOWN=2000 TARGET_LOSS=1.88
 Parent      gpt2
 """
 

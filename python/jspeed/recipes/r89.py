@@ -69,8 +69,6 @@ DC_WINDOW = 112  # tokens
 ATTENTION_SCALE = 0.1  # in the first stage
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
 FP8 = "auto"  # head and MLP in training: auto (where it is native), on, off
-# of the MLP, on Hopper; no GPU has timed them: auto (where the preflight passes them), on, off
-OWN_KERNELS = "off"
 
 # Stages
 LANES = 8
@@ -215,9 +213,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
-        own = ctx.use_own_kernel(OWN_KERNELS, "MLP")
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=own)
+        return mlp(a_BTD, up, down, largest=largest[layer], share=share)
 
     def attend(
         a_BTD: jax.Array,

@@ -20,7 +20,7 @@ Hardware    8xH100: not run here.
 Parent      r89
 """
 
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -72,7 +72,6 @@ from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
 BOS = 50_256
 NGRAMS = 84_602_880  # rows: the first half for bigrams, the second for trigrams
-ORDERS = (2, 3)  # of n-grams; (2,): bigrams alone, in all rows
 WIDTH = 768
 LAYERS = 11
 HEADS = 6
@@ -81,7 +80,6 @@ ATTENDING = (0, 2, 5, 1, 8, 3, 10)  # layers with attention, as their matrices l
 PAIRED_LAYERS = (0, 2, 5)
 HALF_LAYERS = (1, 8)  # values as narrow as queries and keys
 LONG_LAYERS = (3, 10)  # wide queries and keys, the long window, keys that look back
-NARROW_QUERIES = True  # whether queries and keys of the other layers are half as wide
 XSA_LAYERS = (1, 3)
 NO_MLP = (7,)
 TWICE = 8  # the layer with two MLPs side by side
@@ -97,8 +95,8 @@ GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
 MUDD_WIDTH = 64
 MUDD_SCALE = 0.1
 MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
-# factors of the hash that draws signs, by order
-SIGNS = {2: (48271, 30011), 3: (58699, 39779, 26801)}
+# factors of the hashes that draw signs of bigrams and trigrams
+SIGNS = (48271, 30011), (58699, 39779, 26801)
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 # dtype of activations, of the weights they meet, of n-grams, and of the six maps
@@ -146,7 +144,6 @@ ADAM = {  # rate, betas, decay in units of ADAM_DECAY
     "gates_bias": (8e-4, 0.9, 0.99, 0),
 }
 TABLES = (0.56, 0.75, 0.95, 5)  # likewise, per two steps; n-grams have no first moment
-ROW_MOMENTS = True  # whether a row of n-grams has one second moment, or each of its numbers has
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
 COOLDOWN = {234: 0.0, 1174: 1.0}  # how far rates have fallen, lines between steps
@@ -170,11 +167,10 @@ CANONICAL = False
 
 STARTS = (0, *accumulate(STEPS))
 TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
-WIDE_LAYERS = LONG_LAYERS if NARROW_QUERIES else ATTENDING
-NARROW = len(ATTENDING) - len(WIDE_LAYERS)
+NARROW = len(ATTENDING) - len(LONG_LAYERS)
 # whose MLP is where in the bank
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)
-CAP, ROWS_OF = asymmetric_cap(23.0, 5.0, 7.5), {2: bigram_rows, 3: trigram_rows}
+CAP = asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
 KINDS = {
     "own value": (XSA_LAYERS, HEADS, 0.0),
@@ -205,7 +201,7 @@ UPDATES = np.array(
 # head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
 READ_KEYS = (
-    np.repeat([layer in WIDE_LAYERS for layer in ATTENDING], HEADS)[:, None]
+    np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None]
     | HALF[: 2 * HEAD_WIDTH]
 )
 READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
@@ -259,13 +255,7 @@ PARAMETERS = {
         summed=True,
     ),
     "ngrams": ParamSpec(
-        (NGRAMS, WIDTH),
-        ("row", "model"),
-        zeros,
-        "ngrams",
-        dtype=COMPUTE,
-        every=4,
-        lookups=len(ORDERS),
+        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2
     ),
     "queries_keys": bank(
         uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW
@@ -359,7 +349,7 @@ def hidden(
     ) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
         angles, scale = wide if long else narrow
-        width = HEAD_WIDTH if layer in WIDE_LAYERS else HEAD_WIDTH // 2
+        width = HEAD_WIDTH if layer in LONG_LAYERS else HEAD_WIDTH // 2
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
         queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
         queries_keys = jnp.moveaxis(
@@ -420,14 +410,17 @@ def hidden(
     start_BTD = rms_norm(
         smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
     )
-    part = NGRAMS // len(ORDERS)
-    rows = [n * part + ROWS_OF[order](tokens_BT, part) for n, order in enumerate(ORDERS)]
-    found_BTD = ctx.fetch(
-        params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=summed
-    ).astype(e_BTD.dtype)
-    found = zip(jnp.split(found_BTD, len(ORDERS), axis=1), ORDERS, strict=True)
-    signed = (x_BTD * signs(tokens_BT, WIDTH, jnp.float32, SIGNS[order]) for x_BTD, order in found)
-    ngram_BTD = reduce(jnp.add, signed).astype(e_BTD.dtype)
+    half = NGRAMS // 2
+    rows_BT = jnp.concatenate(
+        [bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, half)], axis=1
+    )
+    found_BTD = ctx.fetch(params["ngrams"], rows_BT, own_kernels=summed).astype(e_BTD.dtype)
+    signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
+    bigram_BTD, trigram_BTD = (
+        x_BTD * sign_BTD
+        for x_BTD, sign_BTD in zip(jnp.split(found_BTD, 2, axis=1), signed, strict=True)
+    )
+    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
     outputs: list[jax.Array] = []
@@ -565,7 +558,6 @@ def row_optimizers() -> dict[str, RowTransformation]:
         eps=ADAM_EPS,
         weight_decay=decays,
         own_kernels=OWN_KERNELS,
-        by_row=ROW_MOMENTS,
     )
     return {"ngrams": adam}
 
@@ -607,7 +599,7 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
 
 
 WIDTHS = [
-    (layer in ATTENDING) * (3 + (layer in WIDE_LAYERS) - (layer in HALF_LAYERS))
+    (layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS))
     for layer in range(LAYERS)
 ]
 ROWS = zip(

@@ -56,8 +56,8 @@ class Options:
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all
             remaining devices.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
-        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4
-            or (TPU) splash.
+        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes or
+            (TPU) splash.
         preflight: Check attention and FP8 on the device before the clock, and fall back where one
             fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.

@@ -4,19 +4,19 @@ use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::available_parallelism;
 
+use jspeed_context_index as index;
 use jspeed_dataloader_core as core;
-use jspeed_dataloader_core::Tokens;
 use jspeed_dataloader_core::bytes_of;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
 use crate::array::numpy;
-use crate::{detached, raise};
+use crate::{bad, detached, raise};
 
 /// What followed a context earlier; see the stubs.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct ContextIndex {
-    inner: RwLock<core::ContextIndex>,
+    inner: RwLock<index::ContextIndex>,
     made_in: u32,
 }
 
@@ -34,9 +34,11 @@ impl ContextIndex {
     #[new]
     #[pyo3(
         signature = (
-            capacity, *, lengths = vec![6, 10, 20], recent = 96, top = 8, bos_id = 50_256, threads = None
+            capacity, *, lengths = vec![6, 10, 20], recent = 96, top = 8, bos_id = 50_256,
+            threads = None
         ),
-        text_signature = "(capacity, *, lengths=(6, 10, 20), recent=96, top=8, bos_id=50256, threads=None)"
+        text_signature = "(capacity, *, lengths=(6, 10, 20), recent=96, top=8, bos_id=50256, \
+                          threads=None)"
     )]
     fn new(
         py: Python<'_>,
@@ -50,8 +52,8 @@ impl ContextIndex {
         let cores =
             || available_parallelism().map_or(1, |cores| i64::try_from(cores.get()).unwrap_or(1));
         let threads = threads.unwrap_or_else(cores);
-        let arguments = core::IndexArguments { capacity, lengths, recent, top, bos_id, threads };
-        let inner = detached(py, || core::ContextIndex::new(&arguments))?;
+        let arguments = index::IndexArguments { capacity, lengths, recent, top, bos_id, threads };
+        let inner = detached(py, || index::ContextIndex::new(&arguments).map_err(bad))?;
         Ok(Self { inner: RwLock::new(inner), made_in: process::id() })
     }
 
@@ -60,7 +62,7 @@ impl ContextIndex {
         self.check_process(py)?;
         detached(py, || {
             let mut index = self.inner.write().unwrap_or_else(PoisonError::into_inner);
-            index.push(step, rows.tokens(), rows.shape.1)
+            index.push(step, &rows.tokens, rows.shape.1).map_err(bad)
         })
     }
 
@@ -69,11 +71,11 @@ impl ContextIndex {
         self.check_process(py)?;
         let matches = detached(py, || {
             let index = self.inner.read().unwrap_or_else(PoisonError::into_inner);
-            index.query(step, rows.tokens(), rows.shape.1)
+            index.query(step, &rows.tokens, rows.shape.1).map_err(bad)
         })?;
         let (height, width) = rows.shape;
         let (each, all) =
-            ([height, width], [height, width, self.read(py, core::ContextIndex::top)?]);
+            ([height, width], [height, width, self.read(py, index::ContextIndex::top)?]);
         let matches = Arc::new(matches);
         let array = |part, dtype, shape: &[usize]| {
             numpy(py, &matches, part, dtype, shape).map(Bound::unbind)
@@ -88,22 +90,22 @@ impl ContextIndex {
 
     #[getter]
     fn steps(&self, py: Python<'_>) -> PyResult<u64> {
-        self.read(py, core::ContextIndex::steps)
+        self.read(py, index::ContextIndex::steps)
     }
 
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, core::ContextIndex::tokens)
+        self.read(py, index::ContextIndex::tokens)
     }
 
     #[getter]
     fn capacity(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, core::ContextIndex::capacity)
+        self.read(py, index::ContextIndex::capacity)
     }
 
     #[getter]
     fn nbytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, core::ContextIndex::bytes)
+        self.read(py, index::ContextIndex::bytes)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -121,7 +123,7 @@ impl ContextIndex {
     fn read<T: Send>(
         &self,
         py: Python<'_>,
-        what: impl FnOnce(&core::ContextIndex) -> T + Send,
+        what: impl FnOnce(&index::ContextIndex) -> T + Send,
     ) -> PyResult<T> {
         self.check_process(py)?;
         Ok(py.detach(|| what(&self.inner.read().unwrap_or_else(PoisonError::into_inner))))
@@ -143,13 +145,8 @@ impl ContextIndex {
 
 /// A copy of two-dimensional tokens.
 struct Rows {
-    tokens: Stored,
+    tokens: Vec<u32>,
     shape: (usize, usize),
-}
-
-enum Stored {
-    U16(Vec<u16>),
-    U32(Vec<u32>),
 }
 
 impl Rows {
@@ -158,36 +155,21 @@ impl Rows {
         let py = given.py();
         let numpy = py.import("numpy")?;
         let array = numpy.call_method1("asarray", (given,))?;
-        let (dtype, shape): (_, Vec<usize>) =
-            (array.getattr("dtype")?, array.getattr("shape")?.extract()?);
-        let kind: (char, usize) =
+        let dtype = array.getattr("dtype")?;
+        let (kind, bytes): (char, usize) =
             (dtype.getattr("kind")?.extract()?, dtype.getattr("itemsize")?.extract()?);
-        let as_here = |name| numpy.call_method1("require", (&array, name, ["C", "A"]));
-        let tokens = match (kind, &shape[..]) {
-            (('u', 2), &[_, 1..=usize::MAX]) => {
-                Stored::U16(PyBuffer::get(&as_here("u2")?)?.to_vec(py)?)
-            }
-            (('u', 4), &[_, 1..=usize::MAX]) => {
-                Stored::U32(PyBuffer::get(&as_here("u4")?)?.to_vec(py)?)
-            }
-            _ => {
-                return Err(raise(
-                    py,
-                    &core::Error::argument(format!(
-                        "rows should be an array [rows, tokens] of uint16 or uint32, but its \
-                         shape is {shape:?} and its type {dtype}; give it the tokens of a batch, \
-                         as the loader has them"
-                    )),
-                ));
-            }
+        let shape: Vec<usize> = array.getattr("shape")?.extract()?;
+        let (('u', 2 | 4), &[height, width @ 1..=usize::MAX]) = ((kind, bytes), &shape[..]) else {
+            return Err(raise(
+                py,
+                &core::Error::argument(format!(
+                    "rows should be an array [rows, tokens] of uint16 or uint32, but its shape is \
+                     {shape:?} and its type {dtype}; give it the tokens of a batch, as the loader \
+                     has them"
+                )),
+            ));
         };
-        Ok(Self { tokens, shape: (shape[0], shape[1]) })
-    }
-
-    fn tokens(&self) -> Tokens<'_> {
-        match &self.tokens {
-            Stored::U16(tokens) => Tokens::U16(tokens),
-            Stored::U32(tokens) => Tokens::U32(tokens),
-        }
+        let here = numpy.call_method1("require", (array, "u4", ["C", "A"]))?;
+        Ok(Self { tokens: PyBuffer::get(&here)?.to_vec(py)?, shape: (height, width) })
     }
 }

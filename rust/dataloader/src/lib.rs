@@ -33,6 +33,11 @@ fn raise(py: Python<'_>, error: &core::Error) -> PyErr {
     made.map_or_else(|failed| failed, PyErr::from_value)
 }
 
+/// A bad argument, in the words of another crate.
+fn bad(error: impl std::fmt::Display) -> core::Error {
+    core::Error::argument(error.to_string())
+}
+
 /// Run `work` detached from the interpreter and map its error.
 fn detached<T: Send>(
     py: Python<'_>,
@@ -56,7 +61,8 @@ fn canonical_mask(
     tokens: Vec<PyBackedBytes>,
     size: usize,
 ) -> PyResult<Bound<'_, PyAny>> {
-    let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size))?;
+    let mask =
+        detached(py, move || jspeed_tokenizer_mask::canonical_mask(&tokens, size).map_err(bad))?;
     array::numpy(py, &Arc::new(mask), |mask| mask, "u1", &[size, size / 8])
 }
 

@@ -45,17 +45,10 @@ def cuda(capability, memory=None):
     ],
 )
 def test_compute_capability_decides(capability, attention, fp8, monkeypatch):
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
     found = device.device_of(cuda(capability, 80_000_000_000))
     # 5 % are left
     assert (found.attention, found.fp8, found.memory) == (attention, fp8, 76_000_000_000)
     assert device.device_of(cuda(capability), "xla").attention == "xla"
-
-
-def test_fa4_is_taken_on_hopper_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    assert device.device_of(cuda("9.0")).attention == "fa4"
-    assert device.device_of(cuda("8.0")).attention == "triton"
 
 
 def test_fp8_asked_for_where_it_is_missing():
@@ -363,13 +356,12 @@ def test_memory_decides_the_first_micro_batch():
     [
         ("7.5", "xla", "xla"),
         ("8.6", "cudnn triton xla", "triton xla"),
-        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn cudnn_lanes triton xla"),
+        ("9.0", "cudnn triton xla", "cudnn cudnn_lanes triton xla"),
         ("10.0", "cudnn triton xla", "cudnn cudnn_lanes triton xla"),
         ("12.0", "cudnn triton xla", "triton xla"),
     ],
 )
 def test_the_chain_of_backends(capability, without_documents, with_documents, monkeypatch):
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
     for name, chain in {"track3": without_documents, "r29": with_documents}.items():
         toy = find(name, TOYS[name]).recipe
         # of 64 and of 32 channels

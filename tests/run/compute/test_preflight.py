@@ -14,7 +14,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, composed_heads, own_value
+from jspeed.model.kernels import attention_backends, own_value, pointer_attention
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import compiler, device, preflight, preflight_checks
@@ -206,13 +206,13 @@ def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatc
     )
 
 
-OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"composed heads", "XSA"}))
+OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"pointer", "XSA"}))
 
 
 @pytest.fixture
 def own_kernels(monkeypatch):
     """Two that are right: of the others most have no interpreter within ``jax.jit``."""
-    for module, name in (composed_heads, "compose"), (own_value, "subtract_own_value"):
+    for module, name in (pointer_attention, "shares"), (own_value, "subtract_own_value"):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", (256, 64, 128, 2))
 
@@ -222,11 +222,13 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
     assert found.device == OWN and found.checks[-2:] == (
         "own kernel XSA",
-        "own kernel composed heads",
+        "own kernel pointer",
     )
     assert not said.file.getvalue()
-    right = composed_heads.compose
-    monkeypatch.setattr(composed_heads, "compose", lambda *a, **k: a_percent_off(right(*a, **k)))
+    right = pointer_attention.shares
+    monkeypatch.setattr(
+        pointer_attention, "shares", lambda *a, **k: [a_percent_off(x) for x in right(*a, **k)]
+    )
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
     assert (
         found.device.own_kernels == {"XSA"}
@@ -234,11 +236,11 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
         and found.record()["own"]
     )
     [line] = said.file.getvalue().splitlines()
-    assert "own kernel composed heads: output, result 1, is off by " in line
-    assert line.endswith("attention by xla; XLA's instead of own kernel composed heads")
+    assert "own kernel pointer: shares, result 1, is off by " in line
+    assert line.endswith("attention by xla; XLA's instead of own kernel pointer")
     with pytest.raises(
         BadInput,
-        match="OWN_KERNELS is 'on' but the preflight refuses own kernel composed heads: outp",
+        match="OWN_KERNELS is 'on' but the preflight refuses own kernel pointer: shares",
     ):
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
     assert (
@@ -250,18 +252,16 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
     def compile_program(recipe, placement, rows):
         if placement.device.own_kernels:
-            raise attention_backends.Refused(
-                "composed-heads kernel: window must be 1 to 129 tokens"
-            )
+            raise attention_backends.Refused("pointer kernel: width must be 16, 32, 64 or 128")
         return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernel XSA"))
     _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
-    assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
+    assert "cannot be compiled with them (pointer kernel: width" in said.file.getvalue()
     with pytest.raises(
-        BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"
+        BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: width"
     ):
         preflight.compile_or_fall_back(RECIPE, start, 1, {"OWN_KERNELS": "on"}, said)
 
@@ -337,11 +337,11 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     _, found = preflight.compile_or_fall_back(RECIPE, before, 1, {}, said)
     assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
     assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
-    three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("fa4", "xla"))))
-    monkeypatch.setattr(attention_backends, "fa4", refuses)
+    three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("triton", "xla"))))
+    monkeypatch.setattr(attention_backends, "triton", refuses)
     _, found = preflight.compile_or_fall_back(RECIPE, three, 1, {}, said)
     assert found.device.attention == "xla" and found.refused[-1].startswith(
-        "attention fa4: Refused"
+        "attention triton: Refused"
     )
     asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
     with pytest.raises(

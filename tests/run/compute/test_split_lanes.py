@@ -106,11 +106,7 @@ STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "
     ("name", "sets"),
     [
         ("r29", [*R29, "LAYERS=2"]),
-        # r89's model. Scores everything: a part of a piece draws other tokens than a part of a
-        # lane.
-        pytest.param(
-            "jspeed2", [*TOYS["jspeed2"], *STAGED, "SAMPLED_ONE_IN=1"], marks=pytest.mark.slow
-        ),
+        pytest.param("r89", [*TOYS["r89"], *STAGED], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):

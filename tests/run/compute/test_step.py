@@ -43,10 +43,9 @@ def losses_on_one_device(name):
 
 
 # Every recipe on four devices that accumulate two micro-batches, one on other numbers of them. r62
-# and r89 are the code of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), as
-# fineweb-cpu does; r21 is that of r29, and r92 of jspeed3.
+# is the code of r89, r21 that of r29, and r92 that of jspeed3.
 WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4))}
-SAME = ("r21", "r62", "r89", "r92", "fineweb-cpu", *ALIKE)
+SAME = ("r21", "r62", "r92", *ALIKE)
 ALL = [(name, *way) for name in TOYS if name not in SAME for way in WAYS.get(name, ((4, 1),))]
 
 

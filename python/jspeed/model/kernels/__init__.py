@@ -1,2 +1,2 @@
-"""Kernels behind the model primitives: attention (GPU, TPU), QK-norm, XSA, composed heads, FP8
-casts, MLPs, sums."""
+"""Kernels behind the model primitives: attention (GPU, TPU), QK-norm, XSA, FP8 casts, MLPs,
+sums."""

@@ -1,12 +1,10 @@
-"""Wrappers of the fused attention backends (cuDNN, FlashAttention 4, our own, splash), each with
-its document format.
+"""Wrappers of the fused attention backends (cuDNN, our own, splash), each with its document format.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
 ``offsets_BO`` as in ``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT``
 as in ``Documents.ids``. Libraries are imported when called: none is needed to run elsewhere.
 """
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -120,53 +118,6 @@ def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Arra
         return jnp.pad(x_BM, ((0, 0), (0, size - x_BM.shape[1])), constant_values=-1)
 
     return padded(lengths_BM, slots), padded(starts_BM, slots + 1)
-
-
-def fa4(
-    q_BTHK: jax.Array,
-    k_BTHK: jax.Array,
-    v_BTHK: jax.Array,
-    *,
-    scale: float,
-    offsets_BO: jax.Array | None,
-    window: int | None,
-    implementation: str = "cute",
-) -> jax.Array:
-    """Attend with FlashAttention 4 (fa4-jax), lanes concatenated; fully masked blocks are skipped.
-
-    Its backward pass is not deterministic. Inside ``jax.shard_map`` it needs ``check_vma=False``:
-    its gradients do not say over which axes they vary. ``implementation="reference"`` is the
-    package's own jnp version, for tests. Raises BadInput without the package, for types other than
-    bf16 and fp16, and for a head width that is no multiple of 8 or above 256.
-    """
-    if importlib.util.find_spec("fa4_jax") is None:
-        raise Refused(
-            "attention backend 'fa4' needs the package fa4-jax, which is not installed; "
-            "pip install 'jspeed[fa4]' with Python 3.12 or newer, or choose 'cudnn'"
-        )
-    _check("fa4", q_BTHK, k_BTHK, v_BTHK)
-    from fa4_jax import flash_attn, flash_attn_varlen
-
-    # The package counts the keys before the query, jspeed the query too.
-    sides = None if window is None else (window - 1, 0)
-    rest = {"causal": True, "window_size": sides, "scale": scale, "backend": implementation}
-    if offsets_BO is None:
-        return flash_attn(q_BTHK, k_BTHK, v_BTHK, **rest)
-    bounds_O = flat_bounds(offsets_BO, q_BTHK.shape[1])
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q_BTHK, k_BTHK, v_BTHK)]
-    return flash_attn_varlen(*flat, bounds_O, bounds_O, **rest).reshape(v_BTHK.shape)
-
-
-def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
-    """Return the bounds of all documents on one axis of B x T tokens: int32 ``[B * max_docs + 1]``,
-    from 0 to B x T.
-
-    Unused slots repeat a bound. A lane's end is the next one's start and is left out.
-    """
-    lanes = offsets_BO.shape[0]
-    starts_BM, _ = _slots(offsets_BO, length)
-    starts_BM += length * jnp.arange(lanes, dtype=jnp.int32)[:, None]
-    return jnp.concatenate([starts_BM.reshape(-1), jnp.full(1, lanes * length, jnp.int32)])
 
 
 def triton(

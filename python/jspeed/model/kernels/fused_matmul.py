@@ -30,8 +30,7 @@ PTX_TYPES = {jnp.dtype(E4M3): "e4m3", jnp.dtype(E5M2): "e5m2"}
 
 def matmul(
     a_NK: jax.Array,
-    b: jax.Array,
-    b_in_rows: bool,
+    b_FK: jax.Array,
     scalars: jax.Array,
     outputs: Sequence[tuple[str, Any]],
     epilogue: Callable[..., tuple[jax.Array, ...]],
@@ -39,22 +38,21 @@ def matmul(
     epilogue_input_NF: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write the
-    results of ``epilogue``.
+    """Multiply ``a_NK`` with the transpose of ``b_FK``, both FP8, and write the results of
+    ``epilogue``.
 
     ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only),
     ``GN`` one number for each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32
     ``[ROWS, STRIP]`` of the product, each of ``scalars`` ``[n]`` and a block of
     ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for ``NF``
-    and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they
-    may be of two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128
-    bytes.
+    and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. Operands may be of two FP8 dtypes.
+    Raises Refused unless N and K are multiples of 128 and F of 256.
     """
-    (n, k), f = a_NK.shape, b.shape[0 if b_in_rows else 1]
+    (n, k), f, b = a_NK.shape, b_FK.shape[0], b_FK
     for what, size, unit in (
         ("rows", n, ROWS),
         ("columns", f, WIDE),
-        ("contracted", k, LINE // a_NK.dtype.itemsize),
+        ("contracted", k, LINE),
     ):
         if size % unit:
             raise Refused(
@@ -67,8 +65,8 @@ def matmul(
     elif a_NK.dtype != b.dtype and jax.__version_info__ < (0, 11):  # whose Pallas refuses two types
         mixed = a_NK.dtype, b.dtype
         b = lax.bitcast_convert_type(b, a_NK.dtype)
-    if interpret and b_in_rows:  # the interpreter knows no transposed operand of wgmma
-        b, b_in_rows = b.T, False
+    b_in_rows = not interpret  # the interpreter knows no transposed operand of wgmma
+    b = b if b_in_rows else b.T
     line = LINE // a_NK.dtype.itemsize
     shapes = {"NF": (n, f), "FN": (f, n), "GN": (f // STRIP, n)}
     blocks = {"NF": (ROWS, STRIP), "FN": (STRIP, ROWS)}

@@ -1,10 +1,8 @@
-"""MLP matmuls fused with squared ReLU and its gradient; results in bf16, or in FP8 row-major and
-transposed.
+"""MLP matmuls fused with squared ReLU and its gradient; results in FP8, row-major and transposed.
 
 Built on fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of
-sums. :func:`jspeed.model.mlp.mlp` uses them with ``own_kernels``, as jspeed2 asks for; no GPU has
-timed them (benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on
-a CPU.
+sums. :func:`jspeed.model.mlp.mlp` uses them with ``own_kernels``. No GPU has timed them
+(benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on a CPU.
 """
 
 from functools import partial
@@ -23,77 +21,6 @@ def fits(n: int, d: int, f: int) -> bool:
     return n % ROWS == 0 and d % LINE == 0 and f % WIDE == 0
 
 
-def squared_relu_matmul(
-    x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the amax of each 64,
-    fp32.
-
-    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and
-    what the copy is divided by before it is clipped to 448. The amax are ``[F / 64, N]``, of 64
-    columns each. Raises Refused unless N is a multiple of 128, F of 256, and D of 128.
-    """
-
-    def epilogue(product, scalars):
-        product_scale, copy_scale = scalars
-        pre = (product * product_scale).astype(jnp.bfloat16).astype(jnp.float32)
-        positive = jnp.maximum(pre, 0.0)
-        h = (positive * positive).astype(jnp.bfloat16)
-        h32 = h.astype(jnp.float32)
-        return h, jnp.minimum(h32 * (1 / copy_scale), E4M3_MAX), jnp.max(h32, axis=1)
-
-    outputs = [("NF", jnp.bfloat16), ("NF", E4M3), ("GN", jnp.float32)]
-    h_NF, copy_NF, largest_GN = matmul(
-        x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret
-    )
-    return h_NF, copy_NF, largest_GN
-
-
-def squared_relu_matmul_reference(
-    x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """:func:`squared_relu_matmul` in plain JAX."""
-    product_NF = _product(x_ND, w_FD)
-    pre_NF = (product_NF * scales_2[0]).astype(jnp.bfloat16).astype(jnp.float32)
-    h_NF = jnp.square(jnp.maximum(pre_NF, 0.0)).astype(jnp.bfloat16)
-    return h_NF, quantise(h_NF, scales_2[1], E4M3), _largest(h_NF).astype(jnp.float32)
-
-
-def squared_relu_gradient(
-    g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, interpret: Any = False
-) -> jax.Array:
-    """Return ``(g w) 2 sqrt(h)``: the gradient before a squared ReLU whose output was ``h``. bf16
-    ``[N, F]``, as all.
-
-    Raises Refused unless N is a multiple of 128, F of 256, and D of 64.
-    """
-
-    def epilogue(product, _, h):
-        return (_gradient(product, h),)
-
-    outputs = [("NF", jnp.bfloat16)]
-    return matmul(
-        g_ND,
-        w_DF,
-        False,
-        jnp.zeros(0),
-        outputs,
-        epilogue,
-        epilogue_input_NF=h_NF,
-        interpret=interpret,
-    )[0]
-
-
-def squared_relu_gradient_reference(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
-    """:func:`squared_relu_gradient` in plain JAX."""
-    product_NF = jnp.matmul(g_ND, w_DF, preferred_element_type=jnp.float32)
-    return _gradient(product_NF, h_NF)
-
-
-def _gradient(product: jax.Array, h: jax.Array) -> jax.Array:
-    return (product * (2.0 * _root(h.astype(jnp.float32)))).astype(jnp.bfloat16)
-
-
 @partial(jax.jit, static_argnames="interpret")  # one trace for all layers
 def squared_relu_matmul_fp8(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
@@ -101,9 +28,10 @@ def squared_relu_matmul_fp8(
     """Return ``h = relu(x w.T)^2`` over a scale, e4m3 ``[N, F]``; its transpose; the amax of each
     64, fp32.
 
-    As :func:`squared_relu_matmul` without ``h`` itself, which is not rounded on its way either: the
-    largest, ``[F / 64, N]``, are of ``h`` before it is divided and clipped. Takes and refuses the
-    same.
+    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and
+    what ``h`` is divided by before it is clipped to 448. The largest, ``[F / 64, N]``, are of ``h``
+    before that, of 64 columns each. Raises Refused unless N is a multiple of 128, F of 256, and D
+    of 128.
     """
 
     def epilogue(product, scalars):
@@ -114,9 +42,7 @@ def squared_relu_matmul_fp8(
         return scaled, scaled, jnp.max(h, axis=1)
 
     outputs = [("NF", E4M3), ("FN", E4M3), ("GN", jnp.float32)]
-    q_NF, q_FN, largest_GN = matmul(
-        x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret
-    )
+    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, scales_2, outputs, epilogue, interpret=interpret)
     return q_NF, q_FN, largest_GN
 
 
@@ -162,7 +88,7 @@ def squared_relu_gradient_fp8(
 
     outputs = [("NF", E5M2), ("FN", E5M2), ("GN", jnp.float32)]
     q_NF, q_FN, largest_GN = matmul(
-        g_ND, w_FD, True, scales_3, outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret
+        g_ND, w_FD, scales_3, outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret
     )
     return q_NF, q_FN, largest_GN
 

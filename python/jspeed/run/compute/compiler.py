@@ -28,7 +28,7 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,
     # Else matmuls that read the same array become one where operands and result of either are small
     # (jaxlib 0.10.2 merges what 64 MB here merges, and not what 32 does), and that one multiplies
-    # FP8 values in bf16: 36 of 140 FP8 matmuls of jspeed2's first stage, 28 of 89 of r92's.
+    # FP8 values in bf16: 28 of 89 FP8 matmuls of r92's first stage.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 # Else processes share the tuning of a program and wait for each other's results, for up to a day:

@@ -5,7 +5,6 @@ import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -167,12 +166,11 @@ def backends(
     if capability is None or capability < FUSED:
         return ["xla"]
     least, below = PACKED_CUDNN
-    fa4 = ["fa4"] if capability == HOPPER and find_spec("fa4_jax") else []
     cudnn = (
         ["cudnn", *["cudnn_lanes"] * bounded] if not packed or least <= capability < below else []
     )
     triton = ["triton"] if width is None or width in TRITON_WIDTHS else []
-    return [*fa4, *cudnn, *triton, "xla"]
+    return [*cudnn, *triton, "xla"]
 
 
 def capability_of(device: Any) -> tuple[int, ...] | None:

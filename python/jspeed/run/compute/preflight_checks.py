@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents, tags
-from jspeed.model.heads import composed, without_own_value
+from jspeed.model.heads import without_own_value
 from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.optim.rows import RowState, row_adam
@@ -248,9 +248,6 @@ def own_kernels(
     ids[0, : rows // 4] = 7  # a row that many tokens name
     # of an owner that has half of the rows
     half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))
-    composed_heads = partial(
-        composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112
-    )
 
     def copied(q: Any, k: Any, none: Any, own_kernels: bool) -> Any:
         targets, documents = jnp.asarray(words[:, 1:]), find_documents(jnp.asarray(starts), 1)
@@ -286,11 +283,6 @@ def own_kernels(
     casts = (*cast, [x, np.float32(0.01)])
     return {
         "MLP": {
-            "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
-            "gradient of squared ReLU": (
-                *of_mlp("squared_relu_gradient"),
-                [g, weights.T, h.astype(jnp.bfloat16)],
-            ),
             "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
             "gradient of squared ReLU in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
             "FP8 casts": casts,
@@ -313,7 +305,6 @@ def own_kernels(
                 [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
             ),
         },
-        "composed heads": {"output": (*with_gradients(composed_heads), [*of_heads, *of_tokens])},
         "pointer": {"shares": (*with_gradients(copied), [of_copies, *of_pointer])},
         "XSA": {
             "heads": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),

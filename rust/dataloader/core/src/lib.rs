@@ -22,10 +22,8 @@
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
 mod batch;
-pub mod canonical;
 mod config;
 mod error;
-mod index;
 mod loader;
 #[cfg_attr(not(all(target_os = "linux", not(miri))), path = "no_mapping.rs")]
 mod mapping;
@@ -39,7 +37,6 @@ mod tokens;
 pub use batch::{Batch, Shape, bytes_of};
 pub use config::{Backend, Config, MOST, Order, Stage};
 pub use error::{Error, Kind, in_range};
-pub use index::{ContextIndex, IndexArguments, Matches};
 pub use loader::{Loader, Stats};
 pub use shard::{Catalog, HEADER_BYTES, Shard, Width, encode_header, parse_header};
 pub use state::Value;

@@ -294,7 +294,7 @@ mod tests {
         #[test]
         fn never_panics_and_accepts_only_exact_sizes(
             bytes in proptest::collection::vec(any::<u8>(), 0..1100),
-            size in any::<u64>(), magic in any::<bool>(), wide in any::<bool>(), count in any::<i32>(),
+            size: u64, magic: bool, wide: bool, count: i32,
         ) {
             let width = if wide { Width::Four } else { Width::Two };
             let bytes = if magic { header(width.words(), count) } else { bytes };

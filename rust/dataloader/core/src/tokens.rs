@@ -122,13 +122,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_the_naive_search(tokens in proptest::collection::vec(0..50u16, 0..400), token in 0..60u32) {
+        fn agrees_with_the_naive_search(
+            tokens in proptest::collection::vec(0..50u16, 0..400), token in 0..60u32,
+        ) {
             let wide: Vec<u32> = tokens.iter().map(|&t| t.into()).collect();
             for tokens in [Tokens::U16(&tokens), Tokens::U32(&wide)] {
-                let all: Vec<usize> = (0..tokens.len()).filter(|&at| tokens.at(at) == token).collect();
+                let places = 0..tokens.len();
+                let all: Vec<_> = places.clone().filter(|&at| tokens.at(at) == token).collect();
+                let outside = places.clone().find(|&at| tokens.at(at) >= token);
                 prop_assert_eq!(tokens.find(token), all.first().copied());
                 prop_assert_eq!(tokens.positions(token).collect::<Vec<_>>(), all);
-                prop_assert_eq!(tokens.find_outside(token), (0..tokens.len()).find(|&at| tokens.at(at) >= token));
+                prop_assert_eq!(tokens.find_outside(token), outside);
                 prop_assert_eq!(tokens.find_outside(65_536), None);
                 prop_assert_eq!(tokens.find(65_536 + token), None);
             }

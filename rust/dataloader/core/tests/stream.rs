@@ -104,7 +104,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn streams_equal_the_naive_model(shards in shards(), stages in stages(), lanes in 1..5usize, aligned: bool) {
+    fn streams_equal_the_naive_model(
+        shards in shards(), stages in stages(), lanes in 1..5usize, aligned: bool,
+    ) {
         let folder = Folder::new();
         let paths = folder.write(&shards);
         let mut given = config(lanes, &stages);
@@ -151,7 +153,8 @@ proptest! {
         });
         let [left, right] = halves;
         prop_assert_eq!(left.len(), right.len());
-        let joined: Vec<_> = left.into_iter().zip(right).map(|(mut a, b)| { a.2.extend(b.2); a }).collect();
+        let mut joined = left;
+        joined.iter_mut().zip(right).for_each(|(a, b)| a.2.extend(b.2));
         prop_assert_eq!(&joined[..], expected.get(at..).unwrap_or_default());
     }
 }

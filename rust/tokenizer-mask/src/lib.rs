@@ -13,6 +13,7 @@
 //! In an order of tokens in which each is followed by the trees that begin with it, latest merge
 //! first, the tokens whose first piece is b at the time of a rule are neighbours: a rule is one
 //! range of that order.
+#![deny(missing_docs)]
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,7 +21,17 @@ use std::ops::Range;
 use bytemuck::allocation::try_zeroed_vec;
 use regex_syntax::hir::{Class, ClassUnicode, Hir, HirKind};
 
-use crate::Error;
+/// A wrong argument, or memory that the machine does not have, in a complete message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Error(String);
+
+impl std::error::Error for Error {}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// The pretokenizer makes words of these, whatever follows.
 const CONTRACTIONS: [&[u8]; 7] = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"];
@@ -49,7 +60,7 @@ enum Kind {
 /// ones.
 pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize) -> Result<Vec<u8>, Error> {
     if size < tokens.len() || size % 8 != 0 {
-        return Err(Error::argument(format!(
+        return Err(Error(format!(
             "a mask of {} tokens in {size} columns; expected as many columns as tokens or more, a \
              multiple of 8",
             tokens.len()
@@ -57,7 +68,7 @@ pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize) -> Result<Vec<u8
     }
     let (vocabulary, row_len) = (Vocabulary::new(tokens)?, size / 8);
     let mut mask = try_zeroed_vec(size.saturating_mul(row_len)).map_err(|()| {
-        Error::argument(format!(
+        Error(format!(
             "a mask of {size} columns needs {} MB in one piece, which this machine does not have; \
              lower its size",
             size as u128 * row_len as u128 / 1_000_000
@@ -191,7 +202,7 @@ impl Merges {
                     String::from_utf8_lossy(token)
                 );
                 let wanted = "expected byte pairs in the order of their merges";
-                return Err(Error::argument(format!("{what}; {wanted}")));
+                return Err(Error(format!("{what}; {wanted}")));
             };
             merges.ranks.insert((left, right), id);
             parts.push(Some((left, right)));

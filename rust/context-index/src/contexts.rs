@@ -3,8 +3,6 @@
 
 use std::ops::Range;
 
-use crate::shuffle::mix;
-
 /// Odd, with bits all over: the factor of a polynomial hash modulo 2^64.
 const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Unit tests keep so few bits that most contexts collide: their answers must be exact all the
@@ -61,4 +59,11 @@ impl Contexts {
 /// The factor by which a hash grows over `len` tokens.
 pub fn power(len: usize) -> u64 {
     (0..len).fold(1, |power, _| BASE.wrapping_mul(power))
+}
+
+/// The finaliser of `SplitMix64` (Steele, Lea and Flood 2014).
+pub fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }

@@ -87,13 +87,17 @@ fn given(capacity: usize, lengths: &[i64]) -> IndexArguments {
 }
 
 fn push(index: &mut ContextIndex, rows: &[Vec<u16>]) -> Result<(), Error> {
-    index.push(index.steps(), Tokens::U16(&rows.concat()), rows[0].len())
+    index.push(index.steps(), &tokens(rows), rows[0].len())
+}
+
+fn tokens(rows: &[Vec<u16>]) -> Vec<u32> {
+    rows.concat().into_iter().map(u32::from).collect()
 }
 
 fn query(index: &ContextIndex, rows: &[Vec<u16>]) -> Vec<Told> {
-    let tokens: Vec<u32> = rows.concat().into_iter().map(u32::from).collect();
+    let tokens = tokens(rows);
     let (count, top) = (tokens.len(), index.top());
-    let found = index.query(index.steps(), Tokens::U32(&tokens), rows[0].len()).unwrap();
+    let found = index.query(index.steps(), &tokens, rows[0].len()).unwrap();
     let told = |at: usize| {
         let pairs = found.tokens[at * top..].iter().zip(&found.counts[at * top..]).take(top);
         let filled = pairs.clone().take_while(|&(_, &count)| count > 0).count();
@@ -113,7 +117,8 @@ fn text(tokens: usize, seed: u64, len: u64) -> Vec<u16> {
     while all.len() < tokens {
         let (at, size) = (all.len() as u64, all.len());
         let draw = |of: u64, lane: u64| {
-            count(i64::try_from(crate::shuffle::draw(of, seed, at, lane)).unwrap())
+            let drawn = contexts::mix(contexts::mix(seed ^ (lane << 32)) ^ at) % of;
+            usize::try_from(drawn).unwrap()
         };
         if draw(len, 0) == 0 {
             all.push(BOS);
@@ -139,7 +144,8 @@ fn steps() -> impl Strategy<Value = Vec<Vec<Vec<u16>>>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Every step asks about what only the steps before it may answer, among it its own text and that of the next.
+    /// Every step asks about what only the steps before it may answer, among it its own text and
+    /// that of the next.
     #[test]
     fn answers_are_those_of_the_model(
         steps in steps(),
@@ -149,7 +155,8 @@ proptest! {
         threads in 1..5i64,
     ) {
         let tokens = steps.concat().concat().len();
-        let given = IndexArguments { recent, top: top.min(recent), threads, ..given(tokens, &lengths) };
+        let given = given(tokens, &lengths);
+        let given = IndexArguments { recent, top: top.min(recent), threads, ..given };
         let mut lengths = lengths;
         lengths.sort_unstable();
         lengths.dedup();

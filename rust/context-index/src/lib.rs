@@ -8,6 +8,7 @@
 //!
 //! Contexts are shared among threads by their hashes, so a chain is in the order of positions for
 //! any number of them.
+#![deny(missing_docs)]
 
 use std::cmp::Reverse;
 use std::hint::black_box;
@@ -20,14 +21,30 @@ use std::thread::Builder;
 use bytemuck::Zeroable;
 use bytemuck::allocation::{try_zeroed_slice_box, try_zeroed_vec};
 
-use crate::error::{Error, in_range};
-use crate::tokens::Tokens;
-
 mod contexts;
 mod table;
 
 use contexts::Contexts;
 use table::{Table, part};
+
+/// A wrong argument, or memory that the machine does not have, in a complete message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Error(String);
+
+impl std::error::Error for Error {}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Convert an argument that the caller called `name`.
+fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
+    T::try_from(value).ok().filter(|_| (low..=high).contains(&value)).ok_or_else(|| {
+        Error(format!("{name} should be from {low} to {high} but is {value}; choose another value"))
+    })
+}
 
 /// Positions that a thread handles at a time: their cache misses overlap, and what is known of them
 /// fits the cache.
@@ -98,7 +115,7 @@ impl Matches {
         let room =
             || Some((bytes()?, bytes()?, try_zeroed_vec(all).ok()?, try_zeroed_vec(all).ok()?));
         let (lengths, occurrences, tokens, counts) = room().ok_or_else(|| {
-            Error::argument(format!(
+            Error(format!(
                 "the answers to {positions} positions, {top} tokens each, need more memory than \
                  this machine has; ask for fewer at a time, or lower top"
             ))
@@ -143,8 +160,8 @@ impl ContextIndex {
         lengths.sort_unstable();
         lengths.dedup();
         if lengths.is_empty() {
-            return Err(Error::argument(
-                "lengths is empty; name at least one length of context, as [6, 10, 20]",
+            return Err(Error(
+                "lengths is empty; name at least one length of context, as [6, 10, 20]".to_owned(),
             ));
         }
         let threads = in_range("threads", given.threads, 1, 1024)?;
@@ -193,10 +210,10 @@ impl ContextIndex {
     ///
     /// # Errors
     /// Steps do not follow each other or the index is full; nothing has changed then.
-    pub fn push(&mut self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
+    pub fn push(&mut self, step: u64, tokens: &[u32], row_len: usize) -> Result<(), Error> {
         self.check(step, tokens, row_len)?;
         if tokens.len() > self.capacity - self.tokens {
-            return Err(Error::argument(format!(
+            return Err(Error(format!(
                 "step {step} has {} tokens, but the index holds {} and has room for {} in all; \
                  make it with a capacity of all tokens of the run",
                 tokens.len(),
@@ -227,7 +244,7 @@ impl ContextIndex {
     ///
     /// # Errors
     /// Other steps than exactly those before `step` were pushed.
-    pub fn query(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<Matches, Error> {
+    pub fn query(&self, step: u64, tokens: &[u32], row_len: usize) -> Result<Matches, Error> {
         self.check(step, tokens, row_len)?;
         let mut matches = Matches::new(tokens.len(), self.top)?;
         let work = Mutex::new(chunks(tokens.len()).zip(matches.chunks(self.top)));
@@ -242,15 +259,12 @@ impl ContextIndex {
         Ok(matches)
     }
 
-    fn check(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
+    fn check(&self, step: u64, tokens: &[u32], row_len: usize) -> Result<(), Error> {
         if row_len == 0 || tokens.len() % row_len != 0 {
-            return Err(Error::argument(format!(
-                "{} tokens are no rows of {row_len}",
-                tokens.len()
-            )));
+            return Err(Error(format!("{} tokens are no rows of {row_len}", tokens.len())));
         }
         if step != self.steps {
-            return Err(Error::argument(format!(
+            return Err(Error(format!(
                 "step {step} should see the steps before it and no other, but the index holds {} \
                  steps; query a step before it is pushed, and push each once, in order",
                 self.steps
@@ -274,25 +288,25 @@ impl ContextIndex {
         u32::try_from(self.tokens + at).unwrap_or(u32::MAX)
     }
 
-    fn contexts(&self, chunk: &Range<usize>, row_len: usize, tokens: Tokens<'_>) -> Contexts {
+    fn contexts(&self, chunk: &Range<usize>, row_len: usize, tokens: &[u32]) -> Contexts {
         let longest = self.tables.last().map_or(0, |table| table.len.into());
-        Contexts::new(chunk, row_len, longest, self.bos, |at| tokens.at(at))
+        Contexts::new(chunk, row_len, longest, self.bos, |at| tokens[at])
     }
 
     /// Whether the tokens before `end` are those before the stored `position`.
-    fn same(&self, position: u32, len: u8, end: usize, tokens: Tokens<'_>) -> bool {
+    fn same(&self, position: u32, len: u8, end: usize, tokens: &[u32]) -> bool {
         let len = usize::from(len);
         let stored =
             self.rows[(position as usize - len) * self.stride()..].iter().step_by(self.stride());
-        stored.zip(end - len..end).all(|(stored, at)| stored.load(Relaxed) == tokens.at(at))
+        stored.zip(end - len..end).all(|(stored, at)| stored.load(Relaxed) == tokens[at])
     }
 
     /// Store pushed tokens, and return those to link: for each table, what is for each thread.
-    fn store(&self, block: Range<usize>, tokens: Tokens<'_>, row_len: usize) -> Vec<Share> {
+    fn store(&self, block: Range<usize>, tokens: &[u32], row_len: usize) -> Vec<Share> {
         let contexts = self.contexts(&block, row_len, tokens);
         let mut shares = vec![Share::new(); self.tables.len() * self.threads];
         for at in block {
-            self.row(self.position(at))[0].store(tokens.at(at), Relaxed);
+            self.row(self.position(at))[0].store(tokens[at], Relaxed);
             for (number, table) in self.tables.iter().enumerate() {
                 if contexts.depth(at) > table.len.into() {
                     let hash = table.hash(&contexts, at);
@@ -304,7 +318,7 @@ impl ContextIndex {
     }
 
     /// Put pushed tokens into the chains of a table.
-    fn link(&self, number: usize, share: &[(usize, u64)], tokens: Tokens<'_>) {
+    fn link(&self, number: usize, share: &[(usize, u64)], tokens: &[u32]) {
         let table = &self.tables[number];
         for chunk in share.chunks(CHUNK) {
             table.fetch(chunk.iter().map(|&(_, hash)| hash));
@@ -321,7 +335,7 @@ impl ContextIndex {
     fn answer(
         &self,
         chunk: &Range<usize>,
-        tokens: Tokens<'_>,
+        tokens: &[u32],
         row_len: usize,
         answers: &mut Answers<'_>,
     ) {
@@ -356,7 +370,7 @@ impl ContextIndex {
         &self,
         chunk: &Range<usize>,
         contexts: &Contexts,
-        tokens: Tokens<'_>,
+        tokens: &[u32],
         answers: &mut Answers<'_>,
     ) -> Vec<Walk> {
         let mut last: Vec<Option<Walk>> = chunk.clone().map(|_| None).collect();
@@ -418,7 +432,7 @@ fn zeroed<T: Zeroable + Sync>(
     touch: fn(&T),
 ) -> Result<Box<[T]>, Error> {
     let zeros: Box<[T]> = try_zeroed_slice_box(count).map_err(|()| {
-        Error::argument(format!(
+        Error(format!(
             "the index needs {} MB in one piece, which this machine does not have; lower its \
              capacity",
             count / 1_000_000 * size_of::<T>()

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use jspeed_dataloader_core::canonical::canonical_mask;
+use jspeed_tokenizer_mask::canonical_mask;
 use proptest::prelude::*;
 
 type Ranks = HashMap<Vec<u8>, usize>;
@@ -102,9 +102,12 @@ fn choices() -> impl Strategy<Value = Vec<(usize, usize)>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None, ..ProptestConfig::with_cases(48)
+    })]
 
-    /// In words of letters the pretokenizer has no part: a bit is set where encoding both texts gives other tokens.
+    /// In words of letters the pretokenizer has no part: a bit is set where encoding both texts
+    /// gives other tokens.
     #[test]
     fn all_pairs_of_letters(text in "[ab]{1,40}|[a-c]{1,60}", choices in choices()) {
         let tokens = learn(&text, &choices);
@@ -122,11 +125,13 @@ proptest! {
         prop_assert!(mask[tokens.len() * size / 8..].iter().all(|&byte| byte == 0));
     }
 
-    /// Whatever a text is of, no two tokens that it is written in are ruled out: in a word none, and after a word none
-    /// but where its last token ends inside a character.
+    /// Whatever a text is of, no two tokens that it is written in are ruled out: in a word none, and
+    /// after a word none but where its last token ends inside a character.
     #[test]
     fn no_neighbours_of_a_text(
-        text in "([st'é’ \n\u{3000}1,!x]|re|'ll){1,80}", more in "[st're’é \n1!]{0,80}", choices in choices(),
+        text in "([st'é’ \n\u{3000}1,!x]|re|'ll){1,80}",
+        more in "[st're’é \n1!]{0,80}",
+        choices in choices(),
     ) {
         let tokens = learn(&text, &choices);
         let size = tokens.len().next_multiple_of(8);
