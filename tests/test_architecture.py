@@ -37,26 +37,18 @@ FLOORS: list[dict[str, set[str]]] = [
     },
     {"sizes": {"recipe"}},
     {"data": {"_dataloader"}, "parallel": {"model", "recipe"}, "record": set()},
-    {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"model", "parallel", "recipe"}},
+    {"leaderboard": {"record"}, "optim": {"model", "parallel", "recipe"}},
     {
         "recipes": {"model", "optim", "recipe"},
-        "run": {
-            "corpus",
-            "data",
-            "model",
-            "optim",
-            "parallel",
-            "recipe",
-            "record",
-            "sizes",
-        },
+        "run": {"data", "model", "optim", "parallel", "recipe", "record", "sizes"},
     },
     {
         "cluster": {"run"},
-        "inference": {"corpus", "data", "model", "parallel", "recipe", "run"},
+        "corpus": {"data", "run"},
         "plan": {"parallel", "recipe", "run", "sizes"},
     },
-    {"series": {"cluster", "leaderboard", "record", "run"}},
+    {"inference": {"corpus", "data", "model", "parallel", "recipe", "record", "run"}},
+    {"series": {"cluster", "leaderboard", "recipe", "record", "run"}},
     {
         "commands": (
             {

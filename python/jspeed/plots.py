@@ -5,6 +5,8 @@ import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -43,3 +45,27 @@ def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
     return buffer.getvalue().decode()
+
+
+def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
+    """Return the lowest and the highest loss to show.
+
+    Limits cover 90 % of each curve's time, so the initial drop does not flatten the rest.
+    ``curves`` are (seconds, losses) as float64 arrays [N].
+    """
+    lows, bulks, tops = ([] if target is None else [target] for _ in range(3))
+    for seconds, losses in curves:
+        keep = np.isfinite(losses)
+        if not keep.any():
+            continue
+        seconds, losses = seconds[keep], losses[keep]
+        evenly = np.interp(np.linspace(seconds[0], seconds[-1], 400), seconds, losses)
+        lows.append(float(losses.min()))
+        bulks.append(float(np.percentile(evenly, 90)))
+        tops.append(float(losses.max()))
+    if not lows:
+        return 0.0, 1.0
+    low, bulk, top = min(lows), max(bulks), max(tops)
+    high = top if top - low < 2.0 * (bulk - low) else bulk + 0.25 * (bulk - low)
+    margin = 0.06 * (high - low) or 0.05 * max(1.0, abs(low))
+    return low - margin, high + margin

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import or_nan, our_run
+from jspeed.commands.satellites import hooks
 from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
@@ -54,7 +55,7 @@ def contest(
     step. Returns 0 if every run of the first recipe reached the target, else 1. Raises
     :class:`BadInput` if one of them cannot run.
     """
-    data = data_folder(find(recipes[0]).recipe, None)
+    data = data_folder(find(recipes[0]).recipe, None, hooks())
     found: dict[str, list[dict[str, float]]] = {NANOGPT: [], **{recipe: [] for recipe in recipes}}
     with tempfile.TemporaryDirectory(prefix="jspeed-nanogpt-") as place:
         copy = nanogpt(folder, data, Path(place) / "nanoGPT")

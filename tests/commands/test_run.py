@@ -9,6 +9,7 @@ import pytest
 from jspeed.commands import prepare, run
 from jspeed.commands.flags import parse
 from jspeed.errors import BadInput
+from jspeed.inference.hooks import STDLIB_PROMPT, write_samples
 from jspeed.recipe import Sample
 from jspeed.run.options import Options
 from jspeed.series.preregistered import race, run_series
@@ -27,7 +28,7 @@ def gpus(monkeypatch, tmp_path):
 
 
 def test_a_first_run_on_gpus_ends_with_the_lines_that_train_the_record_s_recipe(gpus, capsys):
-    run.after_run(Options(sample=False), Path("runs/x"))
+    run.say_what_next(Options(sample=False))
     _, fetch, train = capsys.readouterr().out.splitlines()
     program, *words = shlex.split(fetch)
     assert program.endswith("jspeed") and words[:2] == ["prepare", "fineweb"]
@@ -39,20 +40,20 @@ def test_a_first_run_on_gpus_ends_with_the_lines_that_train_the_record_s_recipe(
 
 @pytest.mark.parametrize("options", [{"recipe": "stdlib"}, {"data": Path("shards")}])
 def test_a_run_of_something_else_ends_without(gpus, capsys, options):
-    run.after_run(Options(sample=False, **options), Path("runs/x"))
+    run.say_what_next(Options(sample=False, **options))
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_on_a_cpu_ends_without(gpus, capsys, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
-    run.after_run(Options(sample=False), Path("runs/x"))
+    run.say_what_next(Options(sample=False))
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     ("asked", "data", "prompt"),
     [
-        ("", {"python": "CPython 3.14.0"}, run.STDLIB_PROMPT),
+        ("", {"python": "CPython 3.14.0"}, STDLIB_PROMPT),
         ("", {}, ""),
         ("ROMEO:", {"python": "CPython 3.14.0"}, "ROMEO:"),
     ],
@@ -61,11 +62,11 @@ def test_a_sample_of_python_s_library_begins_with_code(tmp_path, monkeypatch, as
     """Files of it begin with comments, as a sample without a prompt would."""
     folder, prompts = make_run(tmp_path / "run", data=as_run()["data"] | data), []
     model = SimpleNamespace(recipe=SimpleNamespace(sample=Sample(prompt=asked)))
-    monkeypatch.setattr("jspeed.inference.trained.load_model", lambda _: model)
+    monkeypatch.setattr("jspeed.inference.hooks.load_model", lambda _: model)
     monkeypatch.setattr(
-        "jspeed.inference.generate.sample", lambda _, given, *__: prompts.extend(given) or given
+        "jspeed.inference.hooks.sample", lambda _, given, *__: prompts.extend(given) or given
     )
-    run.write_samples(folder)
+    write_samples(Options(), folder)
     assert prompts == [prompt]
 
 

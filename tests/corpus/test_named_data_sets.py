@@ -13,6 +13,7 @@ from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
 from jspeed.corpus.tokenise import Tokenising, prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
+from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput
 from jspeed.run.options import Options
 from jspeed.run.setup import load_recipe
@@ -205,9 +206,9 @@ def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_pa
         "stdlib": prepare_stdlib(tmp_path / "stdlib"),
     }
     for name, folder in made.items():
-        assert manifest(folder)["tokenizer"] == tokenizers.TOKENIZERS[name]
-    others = {name for name, its in tokenizers.TOKENIZERS.items() if its == "gpt2"}
-    assert set(made) | others == set(tokenizers.TOKENIZERS)
+        assert manifest(folder)["tokenizer"] == TOKENIZERS[name]
+    others = {name for name, its in TOKENIZERS.items() if its == "gpt2"}
+    assert set(made) | others == set(TOKENIZERS)
 
 
 @needs_classics

@@ -9,7 +9,7 @@ import pytest
 from jspeed.corpus import tokenise, tokenizers
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts, is_gpt2
 from jspeed.corpus.tokenise import Tokenising
-from jspeed.data import find_split
+from jspeed.data import find_split, tokens
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
 
@@ -127,7 +127,7 @@ def test_gpt2_s_own_files_are_known(tmp_path):
     assert not is_gpt2(tmp_path / "none.json")
 
 
-GPT2, BOS = tokenizers.GPT2, tokenizers.GPT2_BOS
+GPT2, BOS = tokens.GPT2, tokens.GPT2_BOS
 
 
 @pytest.mark.parametrize(

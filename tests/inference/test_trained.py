@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,17 +14,18 @@ from jax.profiler import ProfileData
 from jspeed.commands import sample as sample_
 from jspeed.commands.evaluate import evaluate
 from jspeed.commands.export import export
-from jspeed.commands.run import write_samples
+from jspeed.commands.satellites import hooks
 from jspeed.corpus import named_data_sets
 from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
 from jspeed.inference import score, trained
 from jspeed.inference.generate import Sampling, sample
+from jspeed.inference.hooks import write_samples
+from jspeed.inference.model_config import read_config
 from jspeed.inference.trained import load_model
 from jspeed.recipe import init_parameters
 from jspeed.run.export import gathered, load, own_config, own_metadata, save
 from jspeed.run.find_recipe import find
-from jspeed.run.model_config import read_config
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -67,7 +69,8 @@ def run(tmp_path_factory):
         "progress": False,
         "accuracy": True,
     }
-    assert train(Options(**vars(options) | more), told.append) == 0 and told == [folder / "run"]
+    told_where = replace(hooks(), afterwards=lambda _, folder: told.append(folder))
+    assert train(Options(**vars(options) | more), told_where) == 0 and told == [folder / "run"]
     return options
 
 
@@ -180,7 +183,7 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
     """The first loss is where the model was; the run is marked as another recipe; from scratch is
     worse."""
     again = vars(run) | {"run_dir": tmp_path / "again", "init_from": run.run_dir, "progress": False}
-    assert train(Options(**again)) == 0
+    assert train(Options(**again), hooks()) == 0
     found, first = json.loads((tmp_path / "again" / "run.json").read_text()), record(run)
     assert found["curve"][0]["val_loss"] == pytest.approx(first["val_loss"], abs=1e-5)
     assert found["val_loss"] < first["val_loss"] < first["curve"][0]["val_loss"]
@@ -189,10 +192,13 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
     )
     assert load_model(tmp_path / "again").recipe.name == "microgpt-names"
     with pytest.raises(BadInput, match="does not exist"):
-        train(Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}))
+        train(
+            Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}),
+            hooks(),
+        )
     with pytest.raises(BadInput, match="shape .* --set its fields"):
         sets = (*run.set_, "WIDTH=64")
-        train(Options(**again | {"run_dir": tmp_path / "other", "set_": sets}))
+        train(Options(**again | {"run_dir": tmp_path / "other", "set_": sets}), hooks())
     assert not (tmp_path / "other").exists()
 
 
@@ -233,7 +239,7 @@ def test_evaluate_script(run, capsys, tmp_path):
 def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
     raw = "\x1b]0;title\x07\tb\n"
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 20]))
-    write_samples(run.run_dir)
+    write_samples(Options(), run.run_dir)
     assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
     shown = capsys.readouterr().out
     assert (
@@ -258,11 +264,11 @@ def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
 
 
 def test_a_run_ends_by_writing_samples(run, capsys):
-    write_samples(run.run_dir)
+    write_samples(Options(), run.run_dir)
     names = (run.run_dir / "samples.txt").read_text().splitlines()
     assert len(names) == 20 and "samples.txt:" in capsys.readouterr().out
     (run.run_dir / "recipe.py").rename(run.run_dir / "gone.py")
-    write_samples(run.run_dir)
+    write_samples(Options(), run.run_dir)
     assert "no sample: " in capsys.readouterr().out
     (run.run_dir / "gone.py").rename(run.run_dir / "recipe.py")
 

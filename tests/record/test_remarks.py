@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from jspeed.record import remarks, store
+from jspeed.record.run_json import write_run
+from jspeed.run.find_recipe import find
 from jspeed.run.output.console import closing
+from jspeed.series import hooks
 
 from .synthetic_runs import SHA, as_run, make_run, source_of
 
@@ -142,7 +145,7 @@ def test_a_run_ends_with_its_remarks(
 ) -> None:
     monkeypatch.setattr(remarks.remarks, "__defaults__", (records,))
     run = on(val_sha256="ab" * 32) | {"loader": dict.fromkeys(LOADER, 0)}
-    *_, note, last = closing(run, tmp_path)
+    *_, note, last = closing(run, tmp_path, remarks=remarks.remarks(run))
     assert (
         "note: validated on other tokens than the track's" in note
         and "1.3900 nats/token <= 1.4" in last
@@ -157,3 +160,50 @@ def test_the_repositorys_tracks_with_records_pin_their_data() -> None:
         track = found.tracks[name]
         assert track.rules["data.val_sha256"] and track.rules["data.train_sha256"], name
     assert all(remarks.other_data(row.run, found.tracks[row.track]) is None for row in found.rows)
+
+
+def test_a_track_says_where_the_second_range_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = find("stdlib", trace=False).recipe
+    text = (remarks.RECORDS / "stdlib/cpu/track.toml").read_text().split("\n# What")[0]
+    home = tmp_path / "stdlib" / "cpu"
+    home.mkdir(parents=True)
+    (home / "track.toml").write_text(
+        text.replace("[hardware]", "[holdout]\nfirst = 1280\n\n[hardware]")
+    )
+    monkeypatch.setattr(remarks, "RECORDS", tmp_path)
+    assert hooks.second_range(recipe) == 1280
+    monkeypatch.setattr(remarks, "RECORDS", tmp_path / "of an installed package")
+    assert hooks.second_range(recipe) is None
+
+
+def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_path: Path) -> None:
+    home = tmp_path / "stdlib" / "cpu" / "parent"
+    home.mkdir(parents=True)
+    run = as_run(recipe="child", parent="parent")
+    assert (
+        hooks.parent_curve(run, tmp_path) is None
+        and hooks.parent_curve(run | {"parent": None}, tmp_path) is None
+    )
+    for day, seconds, changes in (
+        (1, 90.0, {}),
+        (2, 80.0, {}),
+        (3, 70.0, {"status": "stopped"}),
+        (4, 60.0, {}),
+    ):
+        here = tmp_path / str(day)
+        write_run(here, as_run(seconds, recipe="parent", **changes))
+        content = (here / "run.json").read_bytes()
+        (home / f"2026010{day}T000000Z-s1-00000000.json").write_bytes(
+            content if day < 4 else b"{"
+        )  # the last is broken
+    label, points = hooks.parent_curve(run, tmp_path)
+    assert label == "parent parent, 1.390 in 80 s" and points[-1] == (80.0, 1.39)
+    other = run | {"devices": run["devices"] | {"kind": "GPU"}}
+    assert hooks.parent_curve(other, tmp_path)[0].endswith("80 s, another machine")
+    for sha in ("0" * 64, None):
+        assert (
+            hooks.parent_curve(run | {"data": run["data"] | {"val_sha256": sha}}, tmp_path) is None
+        )
+    assert hooks.parent_curve(run | {"track": "other/cpu"}, tmp_path) is None

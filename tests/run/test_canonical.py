@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.commands.satellites import hooks
 from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 from jspeed.inference import score
@@ -20,6 +21,7 @@ from jspeed.run import evaluate, setup, train
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
+from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 
 RECIPE = '''
@@ -97,7 +99,7 @@ def test_from_text_to_the_record(case, tmp_path, monkeypatch):
             progress=False,
             sample=False,
         )
-        assert train.train(options) in (0, 1)
+        assert train.train(options, hooks()) in (0, 1)
         runs[canonical] = json.loads((run_dir / "run.json").read_text())
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     for run in runs.values():
@@ -130,12 +132,14 @@ def test_only_gpt2_tokens_can_be_canonical(case, tmp_path):
 
 def test_the_vocabulary_must_be_there(case, tmp_path, monkeypatch):
     recipe, data = case
-    monkeypatch.setattr("jspeed.run.evaluate.gpt2_byte_pairs", absent)
     with pytest.raises(
         BadInput,
         match="pairs is canonical, which needs the vocabulary: not here, or --set CANONICAL=False",
     ):
-        train.train(Options(recipe, data=data, run_dir=tmp_path / "run", progress=False))
+        train.train(
+            Options(recipe, data=data, run_dir=tmp_path / "run", progress=False),
+            Hooks(gpt2_byte_pairs=absent),
+        )
     assert not (tmp_path / "run").exists()
 
 

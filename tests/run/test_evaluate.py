@@ -8,33 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.record import remarks
 from jspeed.record.run_json import read_run
+from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..multi_process import TOY, shards
 
-TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
 HEADER = 1024  # bytes
 
 
-def ask_for(first: int, records: Path) -> Path:
-    """A records folder whose track stdlib/cpu has a second range from token ``first`` on."""
-    home = records / "stdlib" / "cpu"
-    home.mkdir(parents=True)
-    text = TRACK.read_text().split("\n# What")[0]
-    (home / "track.toml").write_text(
-        text.replace("[hardware]", f"[holdout]\nfirst = {first}\n\n[hardware]")
-    )
-    return records
-
-
-def run(folder: Path, data: Path) -> dict:
+def run(folder: Path, data: Path, second: int | None = None) -> dict:
+    """The record of three steps, with a second range from token ``second`` on."""
     options = Options(
         "stdlib", data=data, run_dir=folder, set_=(*TOY, "STEPS=3"), progress=False, sample=False
     )
-    train(options)
+    train(options, Hooks(second_range=lambda _: second))
     return read_run(folder)
 
 
@@ -43,14 +32,13 @@ def training(folder: Path) -> list[tuple]:
     return [(line["step"], line["train_loss"]) for line in found if "train_loss" in line]
 
 
-def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, monkeypatch, capsys):
+def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, capsys):
     """An oracle: the same training, validated on a shard without the tokens before ``first``."""
     data = shards(tmp_path / "data")
     without = run(tmp_path / "without", data)
     first, tokens = 1280, without["data"]["val_tokens"]
     assert "holdout" not in without and tokens == 256
-    monkeypatch.setattr(remarks, "RECORDS", ask_for(first, tmp_path / "records"))
-    found = run(tmp_path / "with", data)
+    found = run(tmp_path / "with", data, first)
     assert (
         training(tmp_path / "with") == training(tmp_path / "without")
         and found["reached"] == without["reached"]
@@ -72,12 +60,9 @@ def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, monk
         " evaluated"
     )
     assert said not in capsys.readouterr().out
-    later = run(tmp_path / "end", tmp_path / "later")
+    later = run(tmp_path / "end", tmp_path / "later", first)
     assert "holdout" not in later and said in capsys.readouterr().out, (
         "what is left of the shard ends before"
     )
     expected = {"first": first, "tokens": tokens, "sha256": later["data"]["val_sha256"]}
     assert found["holdout"] == expected | {"val_loss": pytest.approx(later["val_loss"], abs=1e-6)}
-
-    monkeypatch.setattr(remarks, "RECORDS", tmp_path / "of an installed package")
-    assert "holdout" not in run(tmp_path / "package", data)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput, Terminated
+from jspeed.inference.model_config import same_function
 from jspeed.recipe_names import FOLDER
 from jspeed.record.remarks import RECORDS, name_clash
 from jspeed.run.find_recipe import find
-from jspeed.run.model_config import same_function
 
 from ..toys import TOYS
 

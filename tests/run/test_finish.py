@@ -6,16 +6,16 @@ import json
 import os
 import tempfile
 from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
+from jspeed.commands.satellites import hooks
 from jspeed.errors import BadInput
 from jspeed.files import Lines
-from jspeed.record.run_json import read_run, write_run
+from jspeed.record.run_json import read_run
 from jspeed.run.evidence import provenance
-from jspeed.run.finish import draw, parent_curve
+from jspeed.run.finish import stage_borders
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 from jspeed.run.output import sinks
@@ -23,7 +23,6 @@ from jspeed.run.train import train
 from jspeed.stage import Stage
 
 from ..multi_process import TOY, said, shards
-from ..record.synthetic_runs import as_run
 
 
 @pytest.fixture
@@ -62,6 +61,11 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setitem(sinks.SINKS, "breaks", breaks)
     return "breaks"
+
+
+def with_board(told: list) -> Hooks:
+    """Hooks that draw, and tell where the run is that has kept its parameters."""
+    return replace(hooks(), afterwards=lambda _, folder: told.append(folder))
 
 
 def three_steps(tmp_path, **more) -> Options:
@@ -115,57 +119,20 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
     )
 
 
-def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_path):
-    home = tmp_path / "stdlib" / "cpu" / "parent"
-    home.mkdir(parents=True)
-    run = as_run(recipe="child", parent="parent")
-    assert (
-        parent_curve(run, tmp_path) is None
-        and parent_curve(run | {"parent": None}, tmp_path) is None
-    )
-    for day, seconds, changes in (
-        (1, 90.0, {}),
-        (2, 80.0, {}),
-        (3, 70.0, {"status": "stopped"}),
-        (4, 60.0, {}),
-    ):
-        here = tmp_path / str(day)
-        write_run(here, as_run(seconds, recipe="parent", **changes))
-        content = (here / "run.json").read_bytes()
-        (home / f"2026010{day}T000000Z-s1-00000000.json").write_bytes(
-            content if day < 4 else b"{"
-        )  # the last is broken
-    label, points = parent_curve(run, tmp_path)
-    assert label == "parent parent, 1.390 in 80 s" and points[-1] == (80.0, 1.39)
-    other = run | {"devices": run["devices"] | {"kind": "GPU"}}
-    assert parent_curve(other, tmp_path)[0].endswith("80 s, another machine")
-    for sha in ("0" * 64, None):
-        assert parent_curve(run | {"data": run["data"] | {"val_sha256": sha}}, tmp_path) is None
-    assert parent_curve(run | {"track": "other/cpu"}, tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("steps", "borders"), [(9, [0.2, 0.5]), (6, [0.2, 0.5]), (5, [0.2]), (2, []), (0, [])]
 )
-def test_the_picture_marks_where_stages_began(monkeypatch, steps, borders):
-    asked = {}
-    monkeypatch.setattr(
-        "jspeed.record.loss_plot.loss_svg", lambda path, **words: asked.update(words)
-    )
-    recipe = SimpleNamespace(
-        name="a", target_loss=1.4, stages=[Stage(2, 8), Stage(3, 8), Stage(4, 8)]
-    )
-    setup = SimpleNamespace(run_dir=Path("run"), recipe=recipe, options=SimpleNamespace(seed=1))
-    progress = SimpleNamespace(train=[(step / 10, 2.0) for step in range(1, steps + 1)], curve=[])
-    draw(setup, progress, "byte", as_run())
-    assert asked["stages"] == borders and asked["parent"] is None
+def test_the_picture_marks_where_stages_began(steps, borders):
+    stages = [Stage(2, 8), Stage(3, 8), Stage(4, 8)]
+    train = [(step / 10, 2.0) for step in range(1, steps + 1)]
+    assert stage_borders(stages, train) == borders
 
 
 def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_for, capsys):
     options, told = three_steps(tmp_path), []
     run_dir = options.run_dir
     asked = full_for("model.safetensors", "loss.svg")
-    sentence = said(lambda: train(options, Hooks(afterwards=lambda _, folder: told.append(folder))))
+    sentence = said(lambda: train(options, with_board(told)))
     assert asked[-3:] == ["run.json", "model.safetensors", "loss.svg"]
     for name in asked[-2:]:
         assert f"{run_dir / name} cannot be written (No space left on device)" in sentence
@@ -203,7 +170,7 @@ def test_without_room_for_the_record_the_result_is_said_and_the_model_kept(
     run_dir = options.run_dir
     full_for("run.json")
     assert f"{run_dir / 'run.json'} cannot be written" in said(
-        lambda: train(options, Hooks(afterwards=lambda _, folder: told.append(folder)))
+        lambda: train(options, with_board(told))
     )
     assert (run_dir / "model.safetensors").exists() and (run_dir / "loss.svg").exists()
     assert " nats/token <= 9.0 in" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from jspeed.commands.export import export
 from jspeed.corpus import tokenise
-from jspeed.corpus.tokenizers import GPT2
+from jspeed.data.tokens import GPT2
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample

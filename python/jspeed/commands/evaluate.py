@@ -55,6 +55,7 @@ def evaluate(
         why, idle = "without --hellaswag or --tasks there are no items", {"--items": items}
     refuse(idle, why)
     with without_logs():
+        from jspeed.commands.satellites import hooks
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
@@ -67,7 +68,7 @@ def evaluate(
     elif hellaswag_ is not None:
         report = on_hellaswag(loaded, hellaswag_, items)
     else:
-        report = on_shards(loaded, data_folder(loaded.recipe, data), tokens, accuracy)
+        report = on_shards(loaded, data_folder(loaded.recipe, data, hooks()), tokens, accuracy)
     if json_:
         write_whole(json_, json.dumps(report, indent=2) + "\n")
 
@@ -119,7 +120,7 @@ def on_hellaswag(model: Model, file: str, items: int | None) -> dict[str, Any]:
 
 def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) -> dict[str, Any]:
     """Measure the loss on validation shards; print and return it, in nats and in bits per byte."""
-    from jspeed.corpus.tokenizers import unit_of
+    from jspeed.data.tokens import unit_of
     from jspeed.inference.score import validate
 
     if model.recipe.retrieval and model.trained:

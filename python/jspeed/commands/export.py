@@ -28,14 +28,14 @@ def export(
             needs.
     """
     with without_logs():
-        from jspeed.corpus.tokenizers import copy_tokenizer
+        from jspeed.data.tokens import copy_tokenizer
         from jspeed.files import write_whole
+        from jspeed.inference.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
+        from jspeed.inference.model_config import same_function
         from jspeed.inference.trained import load_model
         from jspeed.output_folder import atomic_folder, require_empty
         from jspeed.run.export import FILE, own_config, own_metadata, save
         from jspeed.run.find_recipe import find
-        from jspeed.run.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
-        from jspeed.run.model_config import same_function
 
     require_empty(out)
     loaded = load_model(model)

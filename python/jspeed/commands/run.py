@@ -9,44 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.commands.flags import Command, refuse
-from jspeed.errors import first_line
 from jspeed.fields import Wants
-from jspeed.files import write_whole
 from jspeed.run.options import BEST_ON_FINEWEB, Options
-from jspeed.standard_streams import escaped, interruptible, without_logs
-
-# the library's files begin with comments, and so would a sample
-STDLIB_PROMPT = "    def __init__(self, "
+from jspeed.standard_streams import interruptible, without_logs
 
 
-def write_samples(run_dir: Path) -> None:
-    """Generate the recipe's samples with the trained model; print and save them."""
-    from jspeed.inference.generate import Sampling, joined, sample
-    from jspeed.inference.trained import load_model
-    from jspeed.record.run_json import read_run
-
-    try:
-        model = load_model(run_dir)
-        asked = model.recipe.sample
-        if not asked.number:
-            return
-        sampling = Sampling(asked.temperature, asked.top_k)
-        prompt = asked.prompt or (STDLIB_PROMPT if "python" in read_run(run_dir)["data"] else "")
-        texts = sample(model, [prompt] * asked.number, asked.tokens, sampling)
-        print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
-        write_whole(run_dir / "samples.txt", joined(texts) + "\n")
-    # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
-    except Exception as error:
-        print(f"no sample: {first_line(error)}")
-
-
-def after_run(options: Options, run_dir: Path) -> None:
-    """Write the samples that are asked for; after a first run on GPUs print how to train the
-    record's recipe."""
+def say_what_next(options: Options) -> None:
+    """After a first run on GPUs print how to train the record's recipe."""
     import jax
 
-    if options.sample:
-        write_samples(run_dir)
     asked_for_nothing = options.recipe is options.data is None
     if (
         asked_for_nothing
@@ -92,7 +63,6 @@ def run(
         from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.setup import load_recipe_and_placement
         from jspeed.run.train import train
-        from jspeed.series.preregistered import run_series
 
     if show_recipe:
         refuse({"--set": options.set_}, "--show-recipe prints the file as it is")
@@ -113,11 +83,17 @@ def run(
             tile_table(Console(highlight=False), found.recipe, placed, show_tiles)
         return 0
     with interruptible():
-        return (
-            run_series(options, plan)
-            if plan is not None
-            else train(options, replace(hooks(), afterwards=after_run))
-        )
+        if plan is not None:
+            from jspeed.series.preregistered import run_series
+
+            return run_series(options, plan)
+        added = hooks()
+
+        def afterwards(options: Options, run_dir: Path) -> None:
+            added.afterwards(options, run_dir)
+            say_what_next(options)
+
+        return train(options, replace(added, afterwards=afterwards))
 
 
 COMMAND = Command(

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from jspeed.run.hooks import Hooks
 
-ADDING = ("jspeed.cluster.hooks",)
+ADDING = ("jspeed.cluster.hooks", "jspeed.corpus.hooks", "jspeed.series.hooks")
 
 
 def present(module: str) -> bool:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jspeed.corpus import Progress, download, no_progress
-from jspeed.corpus.tokenizers import GPT2, GPT2_BOS
 from jspeed.data.find_shards import map_tokens, open_shards
 from jspeed.data.manifest import Shard, complete_manifest, manifest_of, read_manifest
+from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.output_folder import locked, writing_to

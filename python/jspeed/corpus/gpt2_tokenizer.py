@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, TOKENIZER_FILE, file_tokenizer
+from jspeed.corpus.tokenizers import file_tokenizer
 from jspeed.data.manifest import TokenizerFacts
+from jspeed.data.tokens import GPT2, GPT2_BOS, TOKENIZER_FILE
 from jspeed.errors import BadInput
 from jspeed.files import read_json
 

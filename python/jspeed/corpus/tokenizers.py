@@ -2,7 +2,6 @@
 symbols."""
 
 import codecs
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,23 +15,12 @@ from numpy.typing import NDArray
 
 from jspeed.data.folder import id_dtype
 from jspeed.data.manifest import TokenizerFacts
+from jspeed.data.tokens import GPT2, TOKENIZER_FILE, file_name
 from jspeed.errors import BadInput, nearest
-from jspeed.files import read_input, what_instead, write_whole
+from jspeed.files import read_input, what_instead
 
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
-# beside the shards, and in the run directory, of a tokenizer that is a file
-TOKENIZER_FILE = "tokenizer.json"
 
-SYMBOLS = "symbols"  # the name of every tokenizer that is a list of characters
-TOKENIZERS = {  # of each named data set of ``jspeed prepare``
-    "fineweb": "gpt2",
-    "shakespeare": "gpt2",
-    "tinystories": "gpt2",
-    "openwebtext": "gpt2",
-    "names": SYMBOLS,
-    "shakespeare-char": SYMBOLS,
-    "stdlib": "bytes",
-}
 
 # Special tokens that separate documents where none is named; the first present is used, as llm.c
 # does for Llama 3.
@@ -47,8 +35,6 @@ SEPARATORS = (
     "</s>",
 )
 SHOWN = 20  # special tokens that a message lists
-GPT2_BOS = 50_256  # <|endoftext|>
-GPT2: TokenizerFacts = {"tokenizer": "gpt2", "vocab_size": GPT2_BOS + 1, "bos_id": GPT2_BOS}
 
 
 @dataclass(frozen=True)
@@ -132,25 +118,6 @@ def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokeni
             " there"
         )
     return tokenizer
-
-
-def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> None:
-    """Copy the file of a tokenizer that is one. Raises BadInput where it is missing, or not the one
-    of ``facts``."""
-    if facts and facts["tokenizer"].startswith(f"{TOKENIZER_FILE}@"):
-        write_whole(to / TOKENIZER_FILE, tokenizer_of(facts, folder).content)
-
-
-def unit_of(facts: Mapping[str, Any]) -> str:
-    """Return the unit of a loss per token: ``byte``, ``character`` or, for pieces of words,
-    ``token``."""
-    return (
-        "byte"
-        if facts.get("tokenizer") == "bytes"
-        else "character"
-        if facts.get("symbols")
-        else "token"
-    )
 
 
 def named_tokenizer(name: str) -> Tokenizer:
@@ -268,7 +235,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
     hidden = frozenset(special.values())
     bos_id = next((special[text] for text in SEPARATORS if text in special), None)
     vocab_size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    name = f"{TOKENIZER_FILE}@{hashlib.sha256(content).hexdigest()[:16]}"
+    name = file_name(content)
     check_size(str(path), vocab_size)
     dtype, piece = (
         id_dtype(vocab_size),

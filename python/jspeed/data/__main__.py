@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jspeed.commands.flags import Command, parse
-from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
+from jspeed.corpus.tokenizers import tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens
 from jspeed.data.manifest import SPLITS, Manifest, read_folder, read_manifest, split_of, verify
+from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput, run_script
 from jspeed.fields import Wants
 from jspeed.standard_streams import end_at_ctrl_c

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from jspeed.corpus.download import Download
-from jspeed.corpus.tokenizers import Tokenizer
+from jspeed.corpus.tokenizers import Tokenizer, gpt2_byte_pairs
 from jspeed.data import find_split
 from jspeed.data.manifest import Split, read_folder
 from jspeed.data.retriever import Retriever
@@ -95,7 +95,7 @@ def validate(
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
     padded, run = compile_evaluation(recipe, placement, placement.device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
-    if pairs := evaluate.byte_pairs(recipe, tokenizer.name):
+    if pairs := evaluate.byte_pairs(recipe, tokenizer.name, gpt2_byte_pairs):
         validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
     if index := index_of(model, folder):
         with index:

@@ -15,18 +15,19 @@ import safetensors
 from jax.sharding import Mesh
 
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts
-from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
+from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.data.manifest import TokenizerFacts
+from jspeed.data.tokens import GPT2
 from jspeed.errors import BadInput
+from jspeed.inference.model_config import find_trained, read_config, read_parameters
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import find_devices, make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.compute.step import to_compute_dtype
-from jspeed.run.export import FILE, LEFT_OUT, STEP, Tensors, gathered, read_parameters
+from jspeed.run.export import FILE, LEFT_OUT, STEP, Tensors, gathered
 from jspeed.run.find_recipe import LoadedRecipe
-from jspeed.run.model_config import find_trained, read_config
 
 
 @dataclass(frozen=True)

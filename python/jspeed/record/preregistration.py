@@ -19,7 +19,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import AtLeastOne, FolderName, Rule, Whole
 from jspeed.files import read_input, write_whole
 from jspeed.record.run_json import content_hash
-from jspeed.record.schema import Moment, PlaceInPlan
+from jspeed.record.schema import MOST_SEED, Moment, PlaceInPlan
 
 NAME = "plan.json"
 SCHEMA = 1
@@ -28,7 +28,6 @@ FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
 ROUND = 4  # runs of a round of a race: A B B A
 MOST_RUNS = 1000  # of a plan; more would be a mistake in the command
-MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from jspeed run --plan or jspeed leaderboard race and is not edited"
 
 

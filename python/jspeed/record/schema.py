@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from jspeed.fields import AtLeastOne, FolderName, FolderPath, NotNegative, Rule, Whole, version
 
 SCHEMA = 2
+MOST_SEED = 2**32 - 1  # --seed is a uint32
 
 
 def _is_moment(value: str) -> bool:

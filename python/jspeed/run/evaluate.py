@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, gpt2_byte_pairs
 from jspeed.data import Shards, TokenLoader, canonical_mask
 from jspeed.data.retriever import Retriever
+from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put, replicated
 from jspeed.recipe import Context, Recipe
-from jspeed.record import remarks
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.program import Program, impossible_shape
@@ -59,17 +58,12 @@ class HoldoutRows(NamedTuple):
         )
 
 
-def read_holdout(shards: Shards, recipe: Recipe) -> HoldoutRows | None:
-    """Return the second range that the recipe's track asks for, as long as the first; None where it
-    asks for none.
+def read_holdout(shards: Shards, recipe: Recipe, first: int | None) -> HoldoutRows | None:
+    """Return a second range, from token ``first`` on and as long as the first; None: none.
 
-    A track is known in a checkout only, as runs that count are made in one. Nothing is trained,
-    stopped or chosen by this range: its loss is computed once, after the clock has stopped.
+    Nothing is trained, stopped or chosen by this range: its loss is computed once, after the clock
+    has stopped.
     """
-    track = (
-        remarks.family(recipe.track, remarks.RECORDS).get(recipe.track) if recipe.track else None
-    )
-    first = track.rules.get("holdout.first") if track else None
     if first is None:
         return None
     skipped = -(-max(first, recipe.eval_tokens) // recipe.eval_len)
@@ -154,8 +148,10 @@ def put_padded(
     return put(full, batch_rows(mesh))
 
 
-def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
-    """Return GPT-2's tokens if ``recipe`` is canonical, else none.
+def byte_pairs(
+    recipe: Recipe, tokenizer: str | None, vocabulary: Callable[[], Sequence[bytes]]
+) -> Sequence[bytes]:
+    """Return GPT-2's tokens, which ``vocabulary`` gives, if ``recipe`` is canonical, else none.
 
     Raises :class:`BadInput` where they cannot be had, and for data of another ``tokenizer`` or
     separator.
@@ -174,7 +170,7 @@ def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
             f"{what} separator {GPT2_BOS} and it has {recipe.data.bos_id}; --set BOS={GPT2_BOS}"
         )
     try:
-        return gpt2_byte_pairs()
+        return vocabulary()
     except BadInput as error:
         raise BadInput(f"{what} the vocabulary: {error}, or --set CANONICAL=False") from None
 

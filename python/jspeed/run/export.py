@@ -19,8 +19,8 @@ from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.recipe import Recipe, leaves, without_lazy
 from jspeed.run.find_recipe import LoadedRecipe
-from jspeed.run.gpt2 import BUFFERS, Tensors, check_sizes, from_gpt2, is_gpt2
-from jspeed.run.model_config import read_config
+
+Tensors = dict[str, np.ndarray]
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
@@ -32,6 +32,7 @@ OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}
 # in the metadata of our own files: tables that it does not hold; steps made
 LEFT_OUT, STEP = "left_out", "step"
 LARGE = 4 * 2**30  # bytes of lazily updated tables, more than which a run writes into no file
+NOTHING = re.compile("(?!)")  # matches no name
 DTYPES = ("F64", "F32", "F16", "BF16")
 # of models, not safetensors
 OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -147,12 +148,13 @@ def _check_hash(path: Path, expected: str) -> None:
             raise BadInput(f"{path} is damaged (its SHA-256 differs); copy it again")
 
 
-def load(path: Path) -> tuple[Tensors, dict[str, str]]:
+def load(path: Path, masks: re.Pattern[str] = NOTHING) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or
     several.
 
     bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, of other numbers
-    than floats of 16 bits or more (masks are left out), or changed since it was written.
+    than floats of 16 bits or more (tensors called as ``masks`` are left out), or changed since it
+    was written.
     """
     tensors: Tensors = {}
     metadata: dict[str, str] = {}
@@ -169,7 +171,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
                     if kind in DTYPES:
                         array = opened.get_tensor(name)
                         tensors[name] = array.astype(np.float32) if array.dtype == BF16 else array
-                    elif not BUFFERS.fullmatch(name):
+                    elif not masks.fullmatch(name):
                         wanted = ", ".join(DTYPES)
                         raise BadInput(
                             f"{file} holds {name} in {kind}, quantised; give a file in one of"
@@ -217,34 +219,27 @@ def _files(path: Path) -> list[Path]:
 
 
 def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
-    """Return the parameters of ``recipe`` from our file or GPT-2's, in its dtypes, as a tree of
-    NumPy arrays.
-
-    A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises
-    BadInput for missing, extra or differently shaped tensors, and for a GPT-2 whose config.json
-    does not describe ``recipe``.
-    """
+    """Return the parameters of ``recipe`` from our file: :func:`fitted`. Raises BadInput for
+    another's."""
     tensors, metadata = load(path)
     if metadata.get("format") != OWN["format"]:
-        if not is_gpt2(recipe):
-            raise BadInput(
-                f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe"
-                " gpt2"
-            )
-        config = read_config(path if path.is_dir() else path.parent)
-        if config.get("model_type") != "gpt2":
-            raise BadInput(
-                f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both"
-                " again"
-            )
-        check_sizes(path, config, recipe)
-        # one array, two names
-        tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
-        tensors = from_gpt2(
-            tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False
+        raise BadInput(
+            f"{path} is not a jspeed file, and jspeed.inference, which reads a GPT-2's, is not"
+            " installed; give a run directory or an exported folder"
         )
+    return fitted(path, tensors, recipe, metadata.get(LEFT_OUT, ""))
+
+
+def fitted(path: Path, tensors: Tensors, recipe: Recipe, left_out: str = "") -> dict[str, Any]:
+    """Return ``tensors``, read from ``path``, as the parameters of ``recipe``, in its dtypes: a
+    tree of NumPy arrays.
+
+    A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises
+    BadInput for missing (but for ``left_out``, for which another file is named), extra or
+    differently shaped tensors.
+    """
     specs = dict(leaves(recipe.parameters))
-    _same_names(path, tensors, specs, recipe, metadata.get(LEFT_OUT, ""))
+    _same_names(path, tensors, specs, recipe, left_out)
     arrays = {}
     for name, spec in specs.items():
         array = tensors[name]

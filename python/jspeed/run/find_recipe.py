@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.files import as_text, read_regular

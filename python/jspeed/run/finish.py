@@ -3,22 +3,20 @@ summary."""
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 
 from jspeed.base import processes
-from jspeed.corpus.tokenizers import TOKENIZER_FILE, unit_of
 from jspeed.data.retriever import Retriever
+from jspeed.data.tokens import TOKENIZER_FILE, unit_of
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import as_json
 from jspeed.files import as_text
-from jspeed.record import loss_plot, store
-from jspeed.record.remarks import RECORDS
+from jspeed.recipe import Stage
 from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Holdout, Index, Probe, Unsealed, count_parameters
 from jspeed.run import export
@@ -27,6 +25,7 @@ from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
 from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import data_evidence, evaluate_holdout
+from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.output import console as output
 from jspeed.run.output.metrics_log import History
 from jspeed.run.run_directory import BEST
@@ -34,7 +33,13 @@ from jspeed.run.setup import Setup
 from jspeed.sizes import flops_per_token, parameter_table
 
 
-def finish(setup: Setup, history: History, state: State | None, console: Console) -> int:
+def finish(
+    setup: Setup,
+    history: History,
+    state: State | None,
+    console: Console,
+    hooks: Hooks = NO_HOOKS,
+) -> int:
     """Write run.json, model.safetensors and loss.svg, however the run ended; return the exit code.
 
     Each is tried though another failed; raises :class:`BadInput` with all that could not be
@@ -64,12 +69,14 @@ def finish(setup: Setup, history: History, state: State | None, console: Console
     if tensors:
         about_model = export.run_metadata(setup.loaded, history.steps)
         writes.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about_model))
-    for write in (*writes, lambda: draw(setup, history, unit, run)):
+    stages = stage_borders(setup.recipe.stages, history.train)
+    writes.append(lambda: hooks.draw(setup.run_dir, run, history.train, stages, unit))
+    for write in writes:
         try:
             write()
         except BadInput as error:
             failed.append(str(error))
-    for line in output.closing(run, setup.run_dir, unit):
+    for line in output.closing(run, setup.run_dir, unit, hooks.remarks(run)):
         console.print(line, soft_wrap=True)
     if tensors and export.large_tables(setup.recipe):
         saved = (setup.run_dir / "checkpoints" / str(history.steps)).is_dir()
@@ -219,43 +226,11 @@ def write_launcher_result(
         processes.group().result(result)
 
 
-def draw(setup: Setup, history: History, unit: str, run: Unsealed) -> None:
-    """Draw the losses of the run beside those of its parent's newest record, where that has the
-    same validation."""
-    last_steps = accumulate(stage.steps for stage in setup.recipe.stages[:-1])
-    loss_plot.loss_svg(
-        setup.run_dir / "loss.svg",
-        train=history.train,
-        val=[(point["timed_seconds"], point["val_loss"]) for point in history.curve],
-        target=setup.recipe.target_loss,
-        title=f"{setup.recipe.name}, seed {setup.options.seed}, {run['devices']['kind']}",
-        unit=unit,
-        stages=[history.train[step - 1][0] for step in last_steps if step < len(history.train)],
-        parent=parent_curve(run),
-    )
-
-
-def parent_curve(
-    run: Unsealed, records: Path = RECORDS
-) -> tuple[str, list[tuple[float, float | None]]] | None:
-    """Return a label and the validation losses by timed seconds of the newest record of the parent
-    of ``run``.
-
-    None where there is no record on the same track of the same validation tokens, as in an
-    installed package.
-    """
-    record = store.newest(records, run["track"], run["parent"]) if run["parent"] else None
-    tokens = run["data"]["val_sha256"]
-    if record is None or tokens is None or record["data"].get("val_sha256") != tokens:
-        return None
-    last = (
-        ""
-        if record["val_loss"] is None
-        else f", {record['val_loss']:.3f} in {record['timed_seconds']:.0f} s"
-    )
-    elsewhere = "" if record["devices"]["kind"] == run["devices"]["kind"] else ", another machine"
-    points = [(point["timed_seconds"], point["val_loss"]) for point in record["curve"]]
-    return f"parent {record['recipe']}{last}{elsewhere}", points
+def stage_borders(stages: Sequence[Stage], train: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the timed seconds at which the second stage began, the third and so on, by the losses
+    of the steps made."""
+    last_steps = accumulate(stage.steps for stage in stages[:-1])
+    return [train[step - 1][0] for step in last_steps if step < len(train)]
 
 
 def exit_code(setup: Setup, history: History, reached: bool) -> int:

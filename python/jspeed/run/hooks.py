@@ -1,11 +1,16 @@
 """What may be added to a run, each by its name; a run to which nothing is added is whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jspeed.errors import BadInput
+from jspeed.recipe import Recipe
+from jspeed.record.schema import PlaceInPlan, Unsealed
+from jspeed.run import export
+from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.options import Options
 
 
@@ -20,17 +25,62 @@ def alone(options: Options) -> Iterator[None]:
     yield
 
 
-def nothing(options: Options, run_dir: Path) -> None:
+def no_vocabulary() -> Sequence[bytes]:
+    """Raise BadInput: nobody here knows GPT-2's tokens."""
+    raise BadInput("jspeed.corpus, which knows it, is not installed")
+
+
+def nothing(*_: object) -> None:
     """Add nothing."""
+
+
+def nobody_plans(
+    run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
+) -> PlaceInPlan | None:
+    """The place of a run in no plan."""
+    return None
+
+
+def no_notes(*_: object) -> Sequence[str]:
+    """Say nothing."""
+    return ()
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """``joined`` is around the whole run: there its processes meet, and there they end together.
+    """What the rooms that can be taken away do in a run; each alone does what is said here.
 
-    When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
+    Of many processes: ``joined(options)`` is around the whole run: there they meet, and there they
+    end together.
+
+    Of text: ``text(name)`` returns the folder of the data set of this name, made where it is not
+    there, or None. ``gpt2_byte_pairs()`` returns the bytes of each of GPT-2's tokens.
+
+    Of other models: ``read_parameters(path, recipe)`` returns the parameters to start from, and
+    ``departures(path, recipe with its fields, manifest)`` says how the run departs from what they
+    are for.
+
+    Of plans and records: ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
+    beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
+    validation tokens that is evaluated once, at the end. ``notes(recipe, source's SHA-256)`` is
+    said at the start, ``remarks(run)`` at the end. ``draw(run_dir, run, training losses by timed
+    seconds, seconds at which stages began, unit)`` draws what run.json says.
+
+    When the run has kept its parameters, process 0 calls ``afterwards(options, run_dir)``.
+    """
 
     joined: Callable[[Options], AbstractContextManager[object]] = alone
+    text: Callable[[str], Path | None] = nothing
+    gpt2_byte_pairs: Callable[[], Sequence[bytes]] = no_vocabulary
+    read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
+    departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
+    place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
+    second_range: Callable[[Recipe], int | None] = nothing
+    notes: Callable[[Recipe, str], Sequence[str]] = no_notes
+    remarks: Callable[[Unsealed], Sequence[str]] = no_notes
+    draw: Callable[[Path, Unsealed, Sequence[tuple[float, float]], Sequence[float], str], None] = (
+        nothing
+    )
     afterwards: Callable[[Options, Path], None] = nothing
 
 

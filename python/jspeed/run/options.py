@@ -24,7 +24,7 @@ from jspeed.fields import (
 from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe_names import known_recipes
-from jspeed.record.preregistration import MOST_SEED
+from jspeed.record.schema import MOST_SEED
 from jspeed.run.output.sinks import check_sinks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jspeed.base import processes
 from jspeed.base.processes import broadcast, gather, on_failure
-from jspeed.corpus.tokenizers import TOKENIZER_FILE
+from jspeed.data.tokens import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines, as_text, read_json, try_lock
 from jspeed.record.run_json import read_run

@@ -16,20 +16,17 @@ from rich.console import Console
 
 from jspeed.base import processes
 from jspeed.base.processes import gather, require_equal
-from jspeed.corpus.tokenise import prepare_stdlib
-from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_folder, read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.data.retriever import Retriever
+from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
 from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put
 from jspeed.recipe import Recipe, Retrieval, without_lazy
-from jspeed.record.preregistration import place_in_plan
-from jspeed.record.remarks import name_clash
 from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
@@ -60,7 +57,7 @@ from jspeed.run.compute.step import State, fetcher
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.provenance import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find, fit
-from jspeed.run.model_config import departures
+from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.options import Options, check_options, check_steps
 from jspeed.run.output import console as output
 from jspeed.run.run_directory import RunDirectory, open_run_directory
@@ -118,31 +115,31 @@ class Setup:
         return self.directory.path
 
 
-def set_up(options: Options, clock: Clock, console: Console) -> Setup:
+def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_HOOKS) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
     behind."""
     use_compile_cache()
     loaded, placement = load_recipe_and_placement(options)
     first_params = None
     if options.init_from is not None:
-        first_params = export.read_parameters(options.init_from, loaded.recipe)
+        first_params = hooks.read_parameters(options.init_from, loaded.recipe)
         loaded = start_from(loaded, options.init_from)
     if placement.device.platform == "cpu":
         keep_freed_memory()
     with clock.section("data"):
-        loaded, data = open_data(options, loaded, placement.device)
+        loaded, data = open_data(options, loaded, placement.device, hooks)
     identity = identity_of(options, loaded, data)
     require_equal(identity | settings_of(options, placement, data))
     checked = Preflight(placement)
     if options.preflight:
         with clock.section("preflight"):
             checked = preflight(loaded.recipe, placement, loaded.fields, console)
-    plan = place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
+    plan = hooks.place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
         if processes.index() == 0 and directory.checkpoint is None:
             write_source(options, loaded, data, directory.path)
-        say_opening(options, loaded, checked, data, console)
+        say_opening(options, loaded, checked, data, console, hooks)
         program, validation, initial, checked = compile_and_warm_up(
             options, loaded, checked, data.rows, clock, console
         )
@@ -200,13 +197,13 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
 
 
 def open_data(
-    options: Options, loaded: LoadedRecipe, device: Device
+    options: Options, loaded: LoadedRecipe, device: Device, hooks: Hooks
 ) -> tuple[LoadedRecipe, RunData]:
     """Return the recipe, told the longest document of its evaluations, and what it reads.
 
     Raises :class:`BadInput` for data that are missing or that do not fit.
     """
-    recipe, folder = loaded.recipe, data_folder(loaded.recipe, options.data)
+    recipe, folder = loaded.recipe, data_folder(loaded.recipe, options.data, hooks)
     shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
     manifest = read_folder(folder)
     needs, aligned = recipe.data, recipe.data.align is not None
@@ -217,9 +214,10 @@ def open_data(
     )
     fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
     check_fits(folder, manifest, (shards, val_shards), *fits)
-    byte_pairs = evaluate.byte_pairs(recipe, manifest["tokenizer"] if manifest else tokenizer)
+    its = manifest["tokenizer"] if manifest else tokenizer
+    byte_pairs = evaluate.byte_pairs(recipe, its, hooks.gpt2_byte_pairs)
     rows = evaluate.read_rows(val_shards, recipe)
-    holdout = evaluate.read_holdout(val_shards, recipe)
+    holdout = evaluate.read_holdout(val_shards, recipe, hooks.second_range(recipe))
     all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
@@ -274,7 +272,12 @@ def write_source(options: Options, loaded: LoadedRecipe, data: RunData, run_dir:
 
 
 def say_opening(
-    options: Options, loaded: LoadedRecipe, checked: Preflight, data: RunData, console: Console
+    options: Options,
+    loaded: LoadedRecipe,
+    checked: Preflight,
+    data: RunData,
+    console: Console,
+    hooks: Hooks,
 ) -> None:
     """Print every derived number of the run as (name, formula, value), then what a user should know
     of it."""
@@ -307,13 +310,13 @@ def say_opening(
         )
         rows.append(("retrieval", what, f"{data.loader.nbytes / 1e9:.1f} GB"))
     output.opening(console, rows)
-    differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
-    clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
+    start = options.init_from
+    differences = hooks.departures(start, loaded, data.manifest) if start else ()
     again = recipe.retrieval and data.shards.num_tokens < recipe.tokens
     twice = "text is read more than once, whose index knows what comes next: take fewer steps"
     notes = (
         platform_problem(device.platform),
-        clash,
+        *hooks.notes(recipe, loaded.source_sha256),
         data.holdout and data.holdout.note,
         twice if again else None,
         provenance.why_no_commit(provenance.git()),
@@ -422,24 +425,26 @@ def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
 
 
 def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a manifest says of its tokenizer, for
-    :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
+    """Return what a manifest says of its tokenizer, to make it again, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None
 
 
-def data_folder(recipe: Recipe, given: Path | None) -> Path:
-    """Return the folder with the recipe's shards; prepares the standard library's where none is
-    given."""
+def data_folder(recipe: Recipe, given: Path | None, hooks: Hooks = NO_HOOKS) -> Path:
+    """Return the folder with the recipe's shards: the ``given`` one, the one that ``hooks`` make,
+    or the newest that was made before."""
     if given is not None:
         return given
     try:
-        if recipe.data.name == "stdlib":
-            return prepare_stdlib()
+        if made := hooks.text(recipe.data.name):
+            return made
         folder = cache_folder() / "data" / recipe.data.name
     except BadInput as error:
         raise BadInput(f"{error}, or give --data DIR") from None
     if not folder.is_dir():
+        made_before = folder.parent.glob(f"{folder.name}-[0-9]*/manifest.json")
+        if newest := max(made_before, key=lambda path: path.stat().st_mtime, default=None):
+            return newest.parent
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give"
             f" --data DIR, or make it with `jspeed prepare {recipe.data.name}`, or make shards of"

@@ -46,18 +46,18 @@ def train(options: Options, hooks: Hooks = NO_HOOKS) -> int:
     130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
     error on any ends all."""
     with sigterm_is(_terminate), hooks.joined(options):
-        code, run_dir = run(options)
+        code, run_dir = run(options, hooks)
     if processes.index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
         hooks.afterwards(options, run_dir)
     return code
 
 
-def run(options: Options) -> tuple[int, Path]:
+def run(options: Options, hooks: Hooks = NO_HOOKS) -> tuple[int, Path]:
     """Make one run in this process, once jax.distributed is initialised; returns exit code and run
     directory."""
     first = processes.index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
-    setup = set_up(options, clock, console)
+    setup = set_up(options, clock, console, hooks)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = processes.group().stop()
     logs = sinks(
@@ -94,9 +94,9 @@ def run(options: Options) -> tuple[int, Path]:
                 history.status = "interrupted"
                 # there may be no room for this either, and no data
                 with suppress(BadInput, OSError):
-                    finish(setup, history, None, console)
+                    finish(setup, history, None, console, hooks)
                 raise
-        return finish(setup, history, state, console), setup.run_dir
+        return finish(setup, history, state, console, hooks), setup.run_dir
 
 
 def loop(

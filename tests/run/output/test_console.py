@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jspeed.corpus.tokenizers import unit_of
+from jspeed.data.tokens import unit_of
 from jspeed.record.consistent import PROBES
 from jspeed.run.output.console import Display, closing, opening, waiting
 

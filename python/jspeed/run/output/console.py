@@ -20,10 +20,9 @@ from jspeed.errors import BadInput, nearest
 from jspeed.parallel.describe import describe_layout, tiles
 from jspeed.parallel.layout import partition
 from jspeed.parallel.pipeline import bubble
+from jspeed.plots import loss_limits
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.consistent import PROBES
-from jspeed.record.loss_plot import loss_limits
-from jspeed.record.remarks import remarks
 from jspeed.record.schema import Unsealed, Validation
 from jspeed.run.clock import now
 from jspeed.run.compute.device import Placement
@@ -294,11 +293,13 @@ def curve_plot(
     return text
 
 
-def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
+def closing(
+    run: Unsealed, run_dir: Path, unit: str = "token", remarks: Sequence[str] = ()
+) -> list[str]:
     """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds
     and n.
 
-    ``unit`` is what a token of its data stands for.
+    ``unit`` is what a token of its data stands for; ``remarks`` are notes on the run.
     """
     lines = []
     timed = run["timed_seconds"] or math.inf
@@ -318,7 +319,7 @@ def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
     written = [name for name in FILES if (run_dir / name).exists()]
     lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
-    lines += [f"note: {escape(remark)}" for remark in remarks(run)]
+    lines += [f"note: {escape(remark)}" for remark in remarks]
     loss, target = run["val_loss"], run["target_loss"]
     if loss is None:
         return [

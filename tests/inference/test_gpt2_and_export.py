@@ -19,10 +19,12 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.commands.sample import sample
 from jspeed.errors import BadInput
+from jspeed.inference import gpt2, model_config
 from jspeed.inference.generate import Generator, Sampling
+from jspeed.inference.model_config import read_parameters
 from jspeed.inference.trained import load_model
 from jspeed.record.remarks import RECORDS
-from jspeed.run import export, gpt2, model_config
+from jspeed.run import export
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
@@ -125,7 +127,7 @@ def test_logits_are_those_of_gpt2(tmp_path):
     tensors = random_gpt2()
     path = folder_of(tmp_path / "gpt2", tensors)
     recipe = recipe_of()
-    found = logits_of(recipe, export.read_parameters(path, recipe), TOKENS)
+    found = logits_of(recipe, read_parameters(path, recipe), TOKENS)
     np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
     model = load_model(path)
     assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (
@@ -170,7 +172,7 @@ def test_gradient_of_the_tied_table_is_that_of_both_of_its_uses(tmp_path):
     tensors, recipe, rng = random_gpt2(), recipe_of(), np.random.default_rng(2)
     inputs, targets = TOKENS[None, :-1], TOKENS[None, 1:]
     params = jax.tree.map(
-        jnp.asarray, export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)
+        jnp.asarray, read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)
     )
     ctx = r.Context(recipe.stages[0], training=True)
     weights = jnp.full(targets.shape, 1 / targets.size)
@@ -212,7 +214,7 @@ def test_an_unknown_size():
 def test_round_trip_is_equal_to_the_bit(tmp_path):
     tensors = random_gpt2()
     path = folder_of(tmp_path / "gpt2", tensors)
-    ours = dict(r.leaves(export.read_parameters(path, recipe_of())))
+    ours = dict(r.leaves(read_parameters(path, recipe_of())))
     export.save(tmp_path / "back.safetensors", gpt2.to_gpt2(ours), {"format": "pt"})
     assert (tmp_path / "back.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     assert load_model(path).tensors().keys() == ours.keys()
@@ -224,7 +226,7 @@ def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
     """Hugging Face's, and our own of a recipe gpt2 that had them in one axis, which runs keep a
     copy of."""
     tensors, recipe = random_gpt2(), recipe_of()
-    ours = dict(r.leaves(export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)))
+    ours = dict(r.leaves(read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)))
     old = ours | {"qkv": ours["qkv"].reshape(LAYERS, WIDTH, 3 * WIDTH)}
     for name in range(LAYERS):
         np.testing.assert_array_equal(old["qkv"][name], tensors[f"h.{name}.attn.c_attn.weight"])
@@ -239,11 +241,9 @@ def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
     older = replace(recipe, parameters={**recipe.parameters, "qkv": spec})
     for folder in ("old", "new", "gpt2"):
         jax.tree.map(
-            np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, recipe), ours
+            np.testing.assert_array_equal, read_parameters(tmp_path / folder, recipe), ours
         )
-        jax.tree.map(
-            np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, older), old
-        )
+        jax.tree.map(np.testing.assert_array_equal, read_parameters(tmp_path / folder, older), old)
     jax.tree.map(np.testing.assert_array_equal, gpt2.to_gpt2(old), tensors)
 
 
@@ -251,12 +251,10 @@ def test_older_files_and_several_of_them(tmp_path):
     """Prefixes, causal masks among the parameters, the head a second time or instead, two files and
     their index."""
     tensors = random_gpt2()
-    expected = export.read_parameters(folder_of(tmp_path / "a", tensors), recipe_of())
+    expected = read_parameters(folder_of(tmp_path / "a", tensors), recipe_of())
 
     def loads(path):
-        jax.tree.map(
-            np.testing.assert_array_equal, export.read_parameters(path, recipe_of()), expected
-        )
+        jax.tree.map(np.testing.assert_array_equal, read_parameters(path, recipe_of()), expected)
 
     for number, prefix in enumerate(
         ("transformer.", "_orig_mod.transformer.", "module._orig_mod.transformer.")
@@ -316,7 +314,7 @@ def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
     fields left out."""
     tensors, (name,) = random_gpt2(), fields
     path = folder_of(tmp_path / "gpt2", tensors, CONFIG | fields)
-    for load_it in (lambda: export.read_parameters(path, recipe_of()), lambda: load_model(path)):
+    for load_it in (lambda: read_parameters(path, recipe_of()), lambda: load_model(path)):
         with pytest.raises(BadInput, match=name) as caught:
             load_it()
         assert "\n" not in str(caught.value)
@@ -343,7 +341,7 @@ def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
     path = folder_of(
         tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields
     )
-    found = logits_of(recipe_of(), export.read_parameters(path, recipe_of()), TOKENS)
+    found = logits_of(recipe_of(), read_parameters(path, recipe_of()), TOKENS)
     np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
 
 
@@ -363,7 +361,7 @@ def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
     with pytest.raises(
         BadInput, match=f"is a GPT-2 with {next(iter(sizes))} .* but recipe gpt2 has"
     ) as caught:
-        export.read_parameters(path, recipe_of())
+        read_parameters(path, recipe_of())
     advised = shlex.split(str(caught.value).partition("--set ")[2])
     assert advised == sets
     recipe = find("gpt2", [*TINY[1:], *advised], trace=False).recipe
@@ -396,7 +394,7 @@ def test_block_crop(tmp_path):
     tensors = random_gpt2()
     path = folder_of(tmp_path / "gpt2", tensors)
     recipe = recipe_of("LANE_LEN=8")
-    params = export.read_parameters(path, recipe)
+    params = read_parameters(path, recipe)
     np.testing.assert_array_equal(params["positions"], tensors["wpe.weight"][:8])
     np.testing.assert_allclose(
         logits_of(recipe, params, TOKENS[:8]), gpt2_forward(tensors, TOKENS[:8]), atol=1e-4
@@ -452,7 +450,7 @@ def without(tensors, name):
 def test_refuses_other_tensors(tmp_path, change, sets, words):
     path = folder_of(tmp_path / "gpt2", change(random_gpt2()))
     with pytest.raises(BadInput, match=words):
-        export.read_parameters(path, recipe_of(*sets))
+        read_parameters(path, recipe_of(*sets))
 
 
 def test_refuses_what_is_no_model(tmp_path):
@@ -500,12 +498,12 @@ def test_own_recipes_come_back(tmp_path, name):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tensors = export.gathered(params)
     export.save(tmp_path / "model.safetensors", tensors, export.OWN)
-    found = export.read_parameters(tmp_path, recipe)
+    found = read_parameters(tmp_path, recipe)
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert gpt2.is_gpt2(recipe) == (name == "gpt2")
     other = find("track3", TOYS["track3"]).recipe
     with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
-        export.read_parameters(tmp_path, other)
+        read_parameters(tmp_path, other)
 
 
 def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path):

@@ -10,14 +10,13 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from jspeed.corpus.tokenizers import GPT2_BOS
 from jspeed.data.manifest import TokenizerFacts
+from jspeed.data.tokens import GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.fields import Count, integer, shown
 from jspeed.recipe import Recipe
+from jspeed.run.export import Tensors
 from jspeed.run.find_recipe import find
-
-Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2) -> Hugging Face's names. Its Conv1D holds [in, out],
 # as our banks.

@@ -14,9 +14,18 @@ from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.fields import check_json, parse_json
 from jspeed.files import read_input
+from jspeed.inference.gpt2 import (
+    BUFFERS,
+    GPT2Config,
+    check_config,
+    check_sizes,
+    from_gpt2,
+    gpt2_sets,
+    is_gpt2,
+)
 from jspeed.recipe import Context, Recipe, init_parameters
+from jspeed.run.export import FILE, LEFT_OUT, OWN, fitted, load
 from jspeed.run.find_recipe import LoadedRecipe, find
-from jspeed.run.gpt2 import GPT2Config, check_config, gpt2_sets
 
 
 class OwnConfig(TypedDict):
@@ -127,3 +136,31 @@ def departures(path: Path, loaded: LoadedRecipe, tokenizer: Mapping[str, Any]) -
             )
     except BadInput as error:
         yield f"how the parameters of {path} were trained is not known: {error}"
+
+
+def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return the parameters of ``recipe`` from our file or GPT-2's: those that
+    :func:`jspeed.run.export.fitted` takes.
+
+    Raises BadInput also for a GPT-2 whose config.json does not describe ``recipe``.
+    """
+    tensors, metadata = load(path, BUFFERS)
+    if metadata.get("format") != OWN["format"]:
+        if not is_gpt2(recipe):
+            raise BadInput(
+                f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe"
+                " gpt2"
+            )
+        config = read_config(path if path.is_dir() else path.parent)
+        if config.get("model_type") != "gpt2":
+            raise BadInput(
+                f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both"
+                " again"
+            )
+        check_sizes(path, config, recipe)
+        # one array, two names
+        tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+        tensors = from_gpt2(
+            tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False
+        )
+    return fitted(path, tensors, recipe, metadata.get(LEFT_OUT, ""))
