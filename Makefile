@@ -49,7 +49,7 @@ test-parity: .venv/parity/installed
 
 # The leaderboard's page in a headless Chromium, where there is one; axe-core from the package axe-playwright-python.
 test-page: .venv/page/installed
-	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/leaderboard/test_page_in_chromium.py
+	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/board/test_page_in_chromium.py
 
 # All recipes and meshes; the default tests run a selection.
 test-slow: .venv/dev
@@ -110,7 +110,7 @@ clean:
 # What pyproject.toml calls extras: EXTRAS=cuda12,log, or EXTRAS= for JAX on the CPU, or else what this machine's GPUs or
 # TPUs need. The file changes when that does, as when a GPU comes later, and is followed by a new build.
 .venv/extras: .venv/bin/python FORCE
-	@found=$(if $(filter undefined,$(origin EXTRAS)),"$$(PYTHONPATH=python $(BIN)/python -m jspeed.accelerators)" || exit; \
+	@found=$(if $(filter undefined,$(origin EXTRAS)),"$$(PYTHONPATH=python $(BIN)/python -m jspeed.base.accelerators)" || exit; \
 	  ,'$(or $(EXTRAS),cpu) EXTRAS=$(EXTRAS)';) test "$$found" = "$$(cat $@ 2>/dev/null)" || echo "$$found" > $@
 FORCE:
 

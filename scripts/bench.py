@@ -1,5 +1,5 @@
 """``jspeed bench`` from a checkout: ``python scripts/bench.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("bench")

@@ -1,5 +1,5 @@
 """``jspeed evaluate`` from a checkout: ``python scripts/evaluate.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("evaluate")

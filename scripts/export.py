@@ -1,5 +1,5 @@
 """``jspeed export`` from a checkout: ``python scripts/export.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("export")

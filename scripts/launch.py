@@ -1,5 +1,5 @@
 """``jspeed launch`` from a checkout: ``python scripts/launch.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("launch")

@@ -1,5 +1,5 @@
 """``jspeed leaderboard`` from a checkout: ``python scripts/leaderboard.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("leaderboard")

@@ -1,5 +1,5 @@
 """``jspeed plan`` from a checkout: ``python scripts/plan.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("plan")

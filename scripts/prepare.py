@@ -1,5 +1,5 @@
 """``jspeed prepare`` from a checkout: ``python scripts/prepare.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("prepare")

@@ -1,5 +1,5 @@
 """``jspeed sample`` from a checkout: ``python scripts/sample.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("sample")

@@ -1,5 +1,5 @@
 """``jspeed run`` from a checkout: ``python scripts/speedrun.py``."""
 
-from jspeed.commands.main import main
+from jspeed.cli.main import main
 
 main("run")

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.accelerators import LEAST_DRIVER, Accelerators, cuda_root, extra_for, find, problem
+from jspeed.base.accelerators import (
+    LEAST_DRIVER,
+    Accelerators,
+    cuda_root,
+    extra_for,
+    find,
+    problem,
+)
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Fri May 31 09:35:42 UTC 2024\nGCC version:"
@@ -81,7 +88,7 @@ def test_the_extra_of_a_machine(tmp_path, python, devices, driver, pci, extra, w
 
 def test_the_makefile_s_line_needs_no_package():
     """Nothing is installed when make asks."""
-    command = [sys.executable, "-S", "-m", "jspeed.accelerators"]
+    command = [sys.executable, "-S", "-m", "jspeed.base.accelerators"]
     place = Path(__file__).parents[1] / "python"
     said = subprocess.run(
         command, cwd=place, capture_output=True, text=True, check=True

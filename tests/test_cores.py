@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.cores import cores
+from jspeed.base.cores import cores
 
 PACKAGE = Path(__file__).parents[1]
 MINE = len(os.sched_getaffinity(0))
@@ -50,7 +50,7 @@ def test_more_cores_than_a_quota_leaves(tmp_path, monkeypatch):
 def test_affinity():
     """As under taskset -c 0."""
     code = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from jspeed.cores"
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from jspeed.base.cores"
         " import cores; "
     )
     done = subprocess.run(

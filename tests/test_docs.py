@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.commands.bench import BENCHES
+from jspeed.cli.bench import BENCHES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
@@ -96,5 +96,7 @@ def test_words_that_had_to_be_guessed():
 
 def test_names_that_are_not_there_are_noticed():
     """The first is what benchmarks/gpu.md once named: its formula had moved to another module."""
-    assert not exists("jspeed.recipe.flops_per_token") and exists("jspeed.sizes.flops_per_token")
+    assert not exists("jspeed.recipe.flops_per_token") and exists(
+        "jspeed.record.sizes.flops_per_token"
+    )
     assert exists("jspeed.model") and exists("jspeed.data.shard") and not exists("jspeed.models")

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from jspeed.commands import main
-from jspeed.commands.flags import Command, Group, choose_command, parse
+from jspeed.cli import main, satellites
+from jspeed.cli.flags import Command, Group, choose_command, parse
 from jspeed.errors import BadInput
 from jspeed.plan.estimates import PUBLISHED
 from jspeed.plan.target import parse_target
@@ -155,7 +155,7 @@ class Reader:
     def jspeed(self, words: list[str], whole: bool) -> None:
         """A command line of ``jspeed``; of one in a sentence, which may lack arguments, at least
         the command exists."""
-        prog, command = "jspeed", Group(main.ABOUT, main.COMMANDS, main.load)
+        prog, command = "jspeed", Group(main.ABOUT, satellites.commands(), satellites.command)
         while isinstance(command, Group) and (whole or words):
             name = choose_command(command, words, prog)
             prog, command, words = f"{prog} {name}", command.load(name), words[1:]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.accelerators import find
-from jspeed.commands.main import HONOURED, leave_out_settings, unfold_xla_flags
+from jspeed.base.accelerators import find
+from jspeed.cli.main import HONOURED, leave_out_settings, unfold_xla_flags
 from jspeed.model.layers import key_of, row_keys
 from jspeed.model.ngrams import signs
 from jspeed.parallel.mesh import find_devices

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.commands import main
-from jspeed.files import Lines, cache_folder, read_json, write_whole
+from jspeed.base.files import Lines, cache_folder, read_json, write_whole
+from jspeed.cli import main
 from jspeed.run.options import Options
 
 from .multi_process import said

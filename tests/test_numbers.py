@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspeed.numbers import si
+from jspeed.base.numbers import si
 
 
 @pytest.mark.parametrize(

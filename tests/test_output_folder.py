@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from jspeed.corpus.shards.output_folder import atomic_folder
 from jspeed.errors import BadInput
-from jspeed.output_folder import atomic_folder
 
 
 def fill(folder):

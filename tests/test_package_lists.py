@@ -87,7 +87,7 @@ def imports(path: Path) -> set[str]:
 def needed() -> list[str]:
     """The modules that a training process may import, of jspeed and of others, from its commands
     on."""
-    todo = ["jspeed.commands.main", "jspeed.commands.run", "jspeed.commands.launch"]
+    todo = ["jspeed.cli.main", "jspeed.cli.run", "jspeed.cluster.command"]
     todo += [f"jspeed.recipes.{name.replace('-', '_')}" for name in known_recipes()]
     own: set[str] = set()
     others: set[str] = set()

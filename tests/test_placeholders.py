@@ -7,15 +7,15 @@ import os
 import numpy as np
 import pytest
 
+from jspeed.base.files import open_regular, read_input, what_instead
 from jspeed.corpus.chunks import documents, segments
 from jspeed.corpus.sources import text_files, text_stamps
 from jspeed.corpus.tokenizers import file_tokenizer
 from jspeed.data import open_shards
 from jspeed.data.manifest import read_manifest
-from jspeed.files import open_regular, read_input, what_instead
+from jspeed.inference.model_config import read_config
 from jspeed.run import export
 from jspeed.run.find_recipe import find
-from jspeed.run.model_config import read_config
 
 from .multi_process import said
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import sizes
+from jspeed.board.records.remarks import RECORDS
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, recipe_hash
 from jspeed.recipe_names import known_recipes
-from jspeed.record.remarks import RECORDS
+from jspeed.record import sizes
 from jspeed.record.schema import count_parameters
 from jspeed.run.find_recipe import find
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.commands import main
+from jspeed.cli import main
 from jspeed.errors import BadInput
 
 from .multi_process import QUICK, SAME_BITS, words

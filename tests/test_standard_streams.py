@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.standard_streams import escaped
+from jspeed.base.standard_streams import escaped
 
 WORKS = """
 import sys
@@ -100,7 +100,7 @@ def test_control_characters_are_escaped():
 ENDS = """
 import time
 from jspeed.errors import run_script
-from jspeed.standard_streams import end_at_ctrl_c, interruptible
+from jspeed.base.standard_streams import end_at_ctrl_c, interruptible
 
 def main():
     {within}
@@ -140,7 +140,8 @@ def test_ctrl_c_ends_at_once_but_where_something_cleans_up(tmp_path, within, cod
 def test_ctrl_c_is_ignored_where_a_shell_says_so(tmp_path):
     """As of what it starts in the background."""
     lines = (
-        "from jspeed.standard_streams import end_at_ctrl_c\nimport os, signal\nend_at_ctrl_c()\n"
+        "from jspeed.base.standard_streams import end_at_ctrl_c\n"
+        "import os, signal\nend_at_ctrl_c()\n"
     )
     (tmp_path / "script.py").write_text(lines + "os.kill(os.getpid(), signal.SIGINT)\n")
     assert (

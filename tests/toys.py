@@ -2,7 +2,7 @@
 hides nothing."""
 
 from jspeed.recipe import leaves
-from jspeed.sizes import is_matrix
+from jspeed.record.sizes import is_matrix
 
 TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=12"]
 TINY += ["EVAL_LEN=16", "EVAL_TOKENS=160"]

@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from jspeed.cluster.join import Processes
+    from jspeed.base.processes import Processes
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ def join() -> "AbstractContextManager[Processes]":
     is talkative); give a child ``stdout=sys.stdout``, and make a logger's handler of ``sys.stdout``
     inside the block.
     """
-    from jspeed.cluster import join
+    from jspeed.cli.satellites import JOIN, load
 
-    return join.join()
+    joined: AbstractContextManager[Processes] = load(JOIN, "jspeed.join").join()
+    return joined

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from jspeed import standard_streams
+from jspeed.base import standard_streams
 
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
 # exit code of a process that another's end ends; sysexits.h's EX_TEMPFAIL: a failure that may pass

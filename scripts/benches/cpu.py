@@ -11,13 +11,13 @@ from rich.console import Console
 
 from benches.nanogpt import contest
 from benches.versus import or_nan, our_run
-from jspeed.commands.flags import check_folders
+from jspeed.base.files import write_whole
+from jspeed.board.views import loss_plot
+from jspeed.cli.flags import check_folders
 from jspeed.errors import BadInput
 from jspeed.fields import Count, File, Folder, Wants
-from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
 from jspeed.plan.views.terminal import print_table
-from jspeed.record import loss_plot
 
 
 def cpu(

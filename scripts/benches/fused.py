@@ -11,6 +11,7 @@ import numpy as np
 
 from benches.synthetic import zipf_ids
 from benches.text import timed
+from jspeed.base.compiler import options_for
 from jspeed.errors import BadInput, type_and_line
 from jspeed.fields import Count
 from jspeed.model import pointer
@@ -28,7 +29,6 @@ from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.kernels.row_sums import sum_rows
 from jspeed.model.mudd import add_normed
 from jspeed.model.positions import frequencies, queries_and_keys
-from jspeed.run.compute.compiler import options_for
 
 WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
 DOCUMENT = 700  # tokens

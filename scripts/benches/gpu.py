@@ -17,18 +17,18 @@ from rich.table import Table
 
 from benches.steps import ALL_STAGES, Row, Settings, measure_recipe, peak_flops
 from benches.versus import race
-from jspeed import accelerators
-from jspeed.accelerators import visible_gpus
-from jspeed.commands.flags import check_folders, refuse
+from jspeed.base import accelerators
+from jspeed.base.accelerators import visible_gpus
+from jspeed.base.files import write_whole
+from jspeed.cli.flags import check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput
 from jspeed.fields import Count, Fields, File, Wants
-from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
+from jspeed.record import provenance
 from jspeed.run.compute.device import Device, device_of, keep_freed_memory, platform_problem
-from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
 
 RECIPES = ("llmc", "track3", "r21", "r29", "r62", "r89")

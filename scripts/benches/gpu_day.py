@@ -25,7 +25,7 @@ from typing import Any
 from benches import gpu_tasks
 from benches.gpu_tables import say_plan, table
 from benches.gpu_tasks import TOY, Task
-from jspeed import accelerators
+from jspeed.base import accelerators
 from jspeed.errors import BadInput, run_script
 
 # a call begins no task after these, and ends those that run after as many and GRACE

@@ -22,7 +22,9 @@ from rich.console import Console
 from benches import steps
 from benches.synthetic import lanes_of, zipf_ids
 from jspeed._dataloader import header
-from jspeed.jax_versions import loaded_cudnn
+from jspeed.base.compile_cache import use_compile_cache
+from jspeed.base.compiler import FP8_CALL, custom_calls, memory_needed, options_for
+from jspeed.base.jax_versions import loaded_cudnn
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.parallel import DEFAULT_LAYOUT
@@ -30,15 +32,13 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan.cost import Kernel, kernels
 from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage
+from jspeed.record import provenance
+from jspeed.record.sizes import scored_shape
 from jspeed.run.clock import now, utc_now
-from jspeed.run.compute.compile_cache import use_compile_cache
-from jspeed.run.compute.compiler import FP8_CALL, custom_calls, memory_needed, options_for
 from jspeed.run.compute.device import device_of, with_kernels_asked_for
 from jspeed.run.compute.division import place
 from jspeed.run.compute.preflight import preflight
-from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
-from jspeed.sizes import scored_shape
 
 TOY = os.environ.get("GPU_DAY") == "toy"
 STEPS = 100  # timed one by one, and again in a row

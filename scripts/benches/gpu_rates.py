@@ -23,8 +23,8 @@ from jspeed.model.heads import pair_documents
 from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient
 from jspeed.model.layers import rms_norm
 from jspeed.plan.attention import MATMULS
+from jspeed.record.sizes import mean_context
 from jspeed.run.clock import now
-from jspeed.sizes import mean_context
 from jspeed.stage import Stage
 
 BURSTS, SUSTAINED = 5, 1.5  # number, seconds

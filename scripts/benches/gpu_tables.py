@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jspeed.files import write_whole
+from jspeed.base.files import write_whole
 from jspeed.plan import predict
 from jspeed.plan.attention import EMPTY_KERNELS, TILE
 from jspeed.plan.cost import Kernel

@@ -230,8 +230,8 @@ KINDS: dict[str, Callable[[str], Mapping[str, Any]]] = {
 def main(kind: str, names: Sequence[str]) -> None:
     """Find out each of ``names``, and print a line of JSON before it and after it."""
     end_with_parent()
+    from jspeed.base.compile_cache import use_compile_cache
     from jspeed.errors import type_and_line
-    from jspeed.run.compute.compile_cache import use_compile_cache
 
     use_compile_cache()
     for name in names:

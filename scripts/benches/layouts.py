@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jspeed.base.files import write_whole
 from jspeed.errors import BadInput
-from jspeed.files import write_whole
 from jspeed.parallel.layout import LAYOUTS, MODES, check_layout
 from jspeed.plan.estimates import abstract_mesh
 from jspeed.recipe import Recipe

@@ -20,14 +20,14 @@ from rich.table import Table
 
 from benches.synthetic import document_starts, zipf_ids
 from jspeed._dataloader import HEADER_BYTES, header
-from jspeed.commands.flags import check_folders
-from jspeed.cores import cores
+from jspeed.base.cores import cores
+from jspeed.base.files import write_whole
+from jspeed.cli.flags import check_folders
 from jspeed.corpus.tokenizers import gpt2_byte_pairs
 from jspeed.data import Shards, Stage, TokenLoader, canonical_mask, open_shards
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput, say
 from jspeed.fields import File
-from jspeed.files import write_whole
 
 BOS = 50_256
 # The record's three stages; the tables of documents are larger because these shards have more short

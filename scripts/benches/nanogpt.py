@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import or_nan, our_run
-from jspeed.commands.satellites import hooks
+from jspeed.base.files import write_whole
+from jspeed.cli.satellites import hooks
 from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
-from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
 from jspeed.plan.views.terminal import print_table
 from jspeed.run.find_recipe import find

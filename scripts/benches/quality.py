@@ -14,20 +14,20 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import first_at, or_nan, our_run
-from jspeed.commands.flags import check_folders
+from jspeed.base.files import write_whole
+from jspeed.board.stats import better_than, pooled_sigma
+from jspeed.board.views import loss_plot
+from jspeed.cli.flags import check_folders
 from jspeed.corpus import chunks
+from jspeed.corpus.shards.folder import EncodedDocuments, write_folder
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import tiktoken_encoding
-from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
 from jspeed.fields import Count, File, Positive, Wants
-from jspeed.files import write_whole
-from jspeed.leaderboard.stats import better_than, pooled_sigma
 from jspeed.plan.views.tables import Table
 from jspeed.plan.views.terminal import print_table
 from jspeed.recipe import Recipe
-from jspeed.record import loss_plot
 from jspeed.run.find_recipe import find
 
 # GPT-2's first byte pairs: with all 50,257 the head would be most of the work at this width

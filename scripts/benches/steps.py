@@ -18,20 +18,20 @@ from jax.sharding import Mesh
 
 from benches.kernel_profile import Profile, profile
 from benches.synthetic import lanes_of, vocabulary
+from jspeed.base.compiler import memory_needed
 from jspeed.data import Shards
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, put_rows, replicated
 from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage
+from jspeed.record.sizes import flops_per_token, scored_heads
 from jspeed.run.clock import now
-from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import Device, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.memory_fallbacks import Attempt
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
-from jspeed.sizes import flops_per_token, scored_heads
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jspeed.base.files import write_whole
+from jspeed.board.views import loss_plot
 from jspeed.errors import BadInput
-from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
 from jspeed.plan.views.terminal import print_table
-from jspeed.record import loss_plot
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.model import fp8
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels import fp8_cast
 from jspeed.model.mlp import mlp
 from jspeed.plan import cost, hlo
 from jspeed.plan.attention import TRITON
-from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 

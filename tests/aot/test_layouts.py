@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
+from jspeed.base import compiler
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
 from jspeed.recipe import leaves
-from jspeed.run.compute import compiler, program
+from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.model import fp8
 from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
 from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
-from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jspeed.base import compiler
 from jspeed.plan import predict
 from jspeed.plan.compile import (
     Step,
@@ -21,7 +22,6 @@ from jspeed.plan.compile import (
 from jspeed.plan.describe import describe_stage
 from jspeed.plan.make import make_plan
 from jspeed.plan.target import parse_target, without_machine_code
-from jspeed.run.compute import compiler
 from jspeed.run.find_recipe import find
 
 from .test_recipes import compiled

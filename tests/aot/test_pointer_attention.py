@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
 from jspeed.plan import cost
 from jspeed.plan.attention import TRITON
-from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 

@@ -7,12 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
 from jspeed.plan.attention import TRITON
-from jspeed.run.compute import compiler, program
+from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
 from jspeed.run.find_recipe import find
 

@@ -7,9 +7,10 @@ from collections import Counter
 
 import pytest
 
+from jspeed.base import compiler
 from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
-from jspeed.run.compute import compiler, program
+from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.model.kernels.row_sums import row_adam, sum_rows
 from jspeed.parallel.lazy_table import Lazy, empty, read, sink_size
 from jspeed.plan import cost
 from jspeed.plan.attention import TRITON
 from jspeed.recipes import r92
-from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.plan import hlo
-from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 

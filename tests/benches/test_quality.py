@@ -4,14 +4,13 @@ import json
 
 import pytest
 
+from jspeed.board.records.remarks import RECORDS
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
-from jspeed.record.remarks import RECORDS
-from jspeed.run.find_recipe import find
+from jspeed.run.find_recipe import find, load_recipe
 from jspeed.run.options import Options
-from jspeed.run.setup import load_recipe
 
 CHILD = str(RECORDS / "ideas" / "r89_averages.py")  # of a parent that has a small size
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jspeed.commands import main
+from jspeed.cli import main
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find_recipe import find

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from jspeed.commands.flags import parse
-from jspeed.commands.launch import COMMAND
+from jspeed.cli.flags import parse
+from jspeed.cluster.command import COMMAND
 from jspeed.errors import BadInput
 
 from ..multi_process import REPOSITORY

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspeed.accelerators import visible_gpus
+from jspeed.base.accelerators import visible_gpus
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.errors import BadInput
 

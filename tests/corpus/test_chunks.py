@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jspeed.commands.sample import read_prompt
 from jspeed.corpus.chunks import documents, pieces
 from jspeed.corpus.named_data_sets import some_text
 from jspeed.errors import BadInput
+from jspeed.inference.commands.sample import read_prompt
 
 LONG = b"one " * 400_000
 MORE = b"x" * 3_000_000

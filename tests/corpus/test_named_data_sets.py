@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.commands.prepare import names
 from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
+from jspeed.corpus.command import names
 from jspeed.corpus.tokenise import Tokenising, prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput
+from jspeed.run.find_recipe import load_recipe
 from jspeed.run.options import Options
-from jspeed.run.setup import load_recipe
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 NAMES, SHAKESPEARE = (

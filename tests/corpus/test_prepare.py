@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jspeed.commands import main
+from jspeed.cli import main
 from jspeed.corpus import chunks, sources, tokenise
 from jspeed.corpus import split as splits
-from jspeed.data import folder
+from jspeed.corpus.shards import folder
 from jspeed.errors import BadInput
 
 from ..call_script import call

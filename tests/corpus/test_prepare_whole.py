@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import chunks, sources, tokenise
-from jspeed.data import folder as folders
+from jspeed.corpus.shards import folder as folders
 from jspeed.errors import BadInput, NoRoom
 
 from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes, read_split

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspeed.base.files import open_regular
 from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data.manifest import complete_manifest, matches, read_manifest
 from jspeed.errors import BadInput
-from jspeed.files import open_regular
 
 
 @pytest.fixture(scope="module")

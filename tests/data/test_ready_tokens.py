@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import tokenizers
+from jspeed.corpus.shards import ready_tokens
+from jspeed.corpus.shards.ready_tokens import convert_tokens
 from jspeed.corpus.tokenizers import named_facts
-from jspeed.data import ready_tokens
 from jspeed.data.manifest import verify
-from jspeed.data.ready_tokens import convert_tokens
 from jspeed.errors import BadInput
 
 from ..corpus.prepared import read_split, script

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
+from jspeed.base.files import sha256_of
 from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
-from jspeed.files import sha256_of
 from jspeed.run import setup
 from jspeed.run.options import Options
 from jspeed.run.train import train

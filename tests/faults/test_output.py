@@ -185,7 +185,7 @@ def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder,
             words, cwd=tmp_path, env=variables, stderr=pipe, stdout=pipe
         ) as process:
             assert process.stderr
-            while b"jspeed.commands.main" not in process.stderr.readline():
+            while b"jspeed.cli.main" not in process.stderr.readline():
                 pass
             process.stderr.readline()
             time.sleep(delay)

@@ -16,14 +16,14 @@ import pytest
 import safetensors.numpy
 
 from jspeed import recipe as r
-from jspeed import sizes
-from jspeed.commands.sample import sample
+from jspeed.board.records.remarks import RECORDS
 from jspeed.errors import BadInput
 from jspeed.inference import gpt2, model_config
+from jspeed.inference.commands.sample import sample
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.model_config import read_parameters
 from jspeed.inference.trained import load_model
-from jspeed.record.remarks import RECORDS
+from jspeed.record import sizes
 from jspeed.run import export
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jspeed.commands.export import export
 from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 from jspeed.inference import score
+from jspeed.inference.commands.export import export
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh

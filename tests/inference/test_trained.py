@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jspeed.commands import sample as sample_
-from jspeed.commands.evaluate import evaluate
-from jspeed.commands.export import export
-from jspeed.commands.satellites import hooks
+from jspeed.cli.satellites import hooks
 from jspeed.corpus import named_data_sets
 from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
 from jspeed.inference import score, trained
+from jspeed.inference.commands import sample as sample_
+from jspeed.inference.commands.evaluate import evaluate
+from jspeed.inference.commands.export import export
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.hooks import write_samples
 from jspeed.inference.model_config import read_config
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
     with pytest.raises(
         BadInput,
-        match="checkpoints/8 is damaged .*it has no sha256.json.*; give another checkpoint",
+        match="checkpoints/8 is damaged .*sha256.json is missing.*; give another checkpoint",
     ):
         load_model(tmp_path / "run" / "checkpoints" / "8")
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.board import stats
+from jspeed.corpus.shards.folder import EncodedDocuments, write_folder
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.data import TokenLoader, open_shards
-from jspeed.data.folder import EncodedDocuments, write_folder
-from jspeed.leaderboard import stats
 from jspeed.plan import hlo
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")

@@ -7,8 +7,8 @@ import pytest
 
 from jspeed.model.layers import uniform
 from jspeed.model.mlp import swiglu, swiglu_width
+from jspeed.record.sizes import parameter_count
 from jspeed.run.find_recipe import find
-from jspeed.sizes import parameter_count
 
 from ..run.compute.steps import mesh_of, run
 from ..toys import TOYS

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jspeed.board.records.remarks import RECORDS
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import estimates
 from jspeed.plan.views import terminal
 from jspeed.recipe import Context, init_parameters, leaves
-from jspeed.record.remarks import RECORDS
+from jspeed.record.sizes import parameter_count
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
-from jspeed.sizes import parameter_count
 
 EIGHT = estimates.abstract_mesh({"data": 8})
 

@@ -15,10 +15,10 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import cost, findings
 from jspeed.plan.make import make_plan
 from jspeed.recipe import leaves
+from jspeed.record.sizes import scored_heads
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.find_recipe import find
-from jspeed.sizes import scored_heads
 
 from .test_plan import placement_here
 

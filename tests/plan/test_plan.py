@@ -15,6 +15,8 @@ from rich.console import Console
 
 import jspeed.plan.compile
 import jspeed.plan.make
+from jspeed.base import compiler
+from jspeed.base.compiler import DoesNotFit
 from jspeed.errors import BadInput
 from jspeed.fields import check_json
 from jspeed.parallel.mesh import make_mesh
@@ -26,13 +28,12 @@ from jspeed.plan.target import parse_target, without_machine_code
 from jspeed.plan.views import tables, terminal
 from jspeed.recipe import Recipe
 from jspeed.recipes import r92
-from jspeed.run.compute import compiler, memory_fallbacks, program
+from jspeed.record.sizes import parameter_count
+from jspeed.run.compute import memory_fallbacks, program
 from jspeed.run.compute.accumulators import first_alike, updates
-from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
-from jspeed.sizes import parameter_count
 
 from ..toys import TOYS
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.commands import main
-from jspeed.commands import plan as planned
+from jspeed.cli import main
 from jspeed.errors import BadInput
+from jspeed.plan import command as planned
 from jspeed.plan.target import missing
 
 from .test_report import PLAN

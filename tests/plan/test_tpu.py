@@ -10,8 +10,8 @@ import pytest
 
 from jspeed.plan.target import load_target, missing
 from jspeed.recipe import leaves
+from jspeed.record.sizes import is_matrix
 from jspeed.run.find_recipe import find
-from jspeed.sizes import is_matrix
 
 from ..toys import TOYS
 

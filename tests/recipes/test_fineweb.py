@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import sizes
+from jspeed.board.records import track
 from jspeed.recipes import llmc, r21, r29, track3
-from jspeed.record import track
+from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
 from ..toys import TOYS

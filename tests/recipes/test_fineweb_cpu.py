@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed import sizes
 from jspeed.model.sampled import by_frequency
 from jspeed.recipe import Context
+from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import batches, mesh_of, run

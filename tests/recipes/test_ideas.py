@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from jspeed.record.remarks import RECORDS
+from jspeed.board.records.remarks import RECORDS
 from jspeed.run.find_recipe import find
 
 IDEAS = sorted((RECORDS / "ideas").glob("*.py"))

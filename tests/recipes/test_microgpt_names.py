@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import sizes
 from jspeed.corpus import named_data_sets
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
+from jspeed.record import sizes
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place

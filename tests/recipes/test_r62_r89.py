@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import sizes
 from jspeed.model.mudd import coefficients, named
 from jspeed.optim.schedules import through
 from jspeed.recipes import r62, r89
+from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
 from ..toys import TOYS, matmul_parameters

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import sizes
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.kernels import attention_backends, norm_gradient, own_value, qk_norm
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
@@ -20,6 +19,7 @@ from jspeed.model.sampled import candidates
 from jspeed.optim.schedules import jumps, through
 from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import r92
+from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
 from ..model import dense

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from jspeed.board.records import preregistration
 from jspeed.fields import recipe_hash
-from jspeed.record import preregistration
 from jspeed.record.run_json import write_run
 
 START = datetime.fromisoformat("2026-01-31T12:00:00+00:00")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.commands.satellites import hooks
+from jspeed.cli.satellites import hooks
 from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 from jspeed.inference import score

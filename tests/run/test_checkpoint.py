@@ -17,8 +17,8 @@ from jspeed.run import checkpoint
 from jspeed.run.compute import program
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
+from jspeed.run.metrics_log import History
 from jspeed.run.options import Options
-from jspeed.run.output.metrics_log import History
 from jspeed.run.train import train
 
 from ..multi_process import (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.board.records.remarks import RECORDS, name_clash
 from jspeed.errors import BadInput, Terminated
 from jspeed.inference.model_config import same_function
 from jspeed.recipe_names import FOLDER
-from jspeed.record.remarks import RECORDS, name_clash
 from jspeed.run.find_recipe import find
 
 from ..toys import TOYS

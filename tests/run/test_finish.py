@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from jspeed.commands.satellites import hooks
+from jspeed.base.files import Lines
+from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
-from jspeed.files import Lines
+from jspeed.record import provenance
 from jspeed.record.run_json import read_run
-from jspeed.run.evidence import provenance
+from jspeed.run import metrics_log as sinks
 from jspeed.run.finish import stage_borders
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
-from jspeed.run.output import sinks
 from jspeed.run.train import train
 from jspeed.stage import Stage
 
@@ -60,6 +60,7 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setitem(sinks.SINKS, "breaks", breaks)
+    monkeypatch.setattr("jspeed.run.options.LOGS", [*sinks.SINKS])
     return "breaks"
 
 

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.commands.export import export
+from jspeed.board.series.preregistered import _data
 from jspeed.corpus import tokenise
 from jspeed.data.tokens import GPT2
 from jspeed.errors import BadInput
 from jspeed.inference import score
+from jspeed.inference.commands.export import export
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.recipe_names import known_recipes
-from jspeed.run.find_recipe import GPT2_TABLE, find, fit
+from jspeed.run.find_recipe import GPT2_TABLE, find, fit, load_recipe
 from jspeed.run.options import Options
-from jspeed.run.setup import load_recipe
 from jspeed.run.train import train
-from jspeed.series.preregistered import _data
 
 from ..toys import TOYS
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jspeed.commands.evaluate import on_shards
-from jspeed.data.folder import EncodedDocuments, write_folder
+from jspeed.corpus.shards.folder import EncodedDocuments, write_folder
+from jspeed.inference.commands.evaluate import on_shards
 from jspeed.inference.trained import load_model
 from jspeed.run.options import Options
 from jspeed.run.train import train

@@ -56,6 +56,21 @@ class Group(Protocol):
         ...
 
 
+class Processes(Protocol):
+    """The processes that :func:`jspeed.join` has made one: this one is ``index`` of ``count``."""
+
+    index: int
+    count: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every process, by index."""
+        ...
+
+    def result(self, record: Mapping[str, Any]) -> None:
+        """Leave this process's ``record`` for whoever launched it."""
+        ...
+
+
 class Alone:
     """A single process, which meets nobody."""
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jspeed import jax_versions
+from jspeed.base import jax_versions
 from jspeed.base.processes import with_timeout
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import proxy, rendezvous, reserved_port

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspeed.base.processes import Stop, use
+from jspeed.base.standard_streams import (
+    open_closed_streams,
+    stdout_error,
+    stdout_of_process_0_only,
+)
 from jspeed.cluster import distributed, failure
 from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.cluster.launch import write_result
 from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, exit_codes
-from jspeed.standard_streams import open_closed_streams, stdout_error, stdout_of_process_0_only
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+from jspeed.base.files import write_whole
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.cluster.rank import HOST, valid_host, visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import PEER_LOST, BadInput, say
 from jspeed.fields import Count, CountOrZero, File, Rule, Wants, integer
-from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
 RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results

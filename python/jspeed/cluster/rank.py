@@ -17,7 +17,7 @@ from ipaddress import IPv6Address
 from itertools import takewhile
 from typing import NamedTuple
 
-from jspeed.accelerators import visible_gpus
+from jspeed.base.accelerators import visible_gpus
 from jspeed.errors import BadInput
 
 HOST = "a host's name or address, such as node0, 10.0.0.1 or fd00::1"

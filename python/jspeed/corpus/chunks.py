@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from jspeed.base.files import open_regular, what_instead
 from jspeed.corpus.compressed import BLOCK_BYTES, FORMATS, open_input
 from jspeed.errors import BadInput
-from jspeed.files import open_regular, what_instead
 
 SEPARATOR = b"<|endoftext|>"
 # Endings, in any case. What ends in .json is a configuration or one list as often as it is

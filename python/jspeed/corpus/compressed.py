@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from jspeed.base.files import open_regular
 from jspeed.errors import BadInput
-from jspeed.files import open_regular
 
 BLOCK_BYTES = 1 << 20  # read at once
 

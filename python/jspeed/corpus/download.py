@@ -15,10 +15,10 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from jspeed.base.files import cache_folder, sha256_of
+from jspeed.base.standard_streams import interruptible
 from jspeed.corpus import Progress, no_progress
 from jspeed.errors import BadInput, NoRoom, type_and_line, writable_folder
-from jspeed.files import cache_folder, sha256_of
-from jspeed.standard_streams import interruptible
 
 CHUNK = 1 << 20  # bytes read at once
 ATTEMPTS = 4  # for one file

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jspeed.base.files import sha256_of, write_whole
 from jspeed.corpus import Progress, download, no_progress
+from jspeed.corpus.shards.output_folder import locked, writing_to
 from jspeed.data.find_shards import map_tokens, open_shards
 from jspeed.data.manifest import Shard, complete_manifest, manifest_of, read_manifest
 from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
-from jspeed.files import sha256_of, write_whole
-from jspeed.output_folder import locked, writing_to
 
 
 class Version(NamedTuple):

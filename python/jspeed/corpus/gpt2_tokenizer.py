@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jspeed.base.files import read_json
 from jspeed.corpus.tokenizers import file_tokenizer
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.data.tokens import GPT2, GPT2_BOS, TOKENIZER_FILE
 from jspeed.errors import BadInput
-from jspeed.files import read_json
 
 # SHA-256 of a line "ID TEXT" of each
 GPT2_TEXTS = "534ddd4fbe9e583a0d441b92c4e42756d21971510b2a3f263cf96cc31abd2f43"

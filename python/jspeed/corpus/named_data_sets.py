@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jspeed.base.files import read_text, sha256_of
 from jspeed.corpus import Progress, download, no_progress, split
 from jspeed.corpus.download import Download
+from jspeed.corpus.shards.folder import EncodedDocuments, write_folder
+from jspeed.corpus.shards.output_folder import locked
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenise import Tokenising, describe, prepare_text
 from jspeed.corpus.tokenizers import named_tokenizer, symbols_tokenizer
-from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.data.manifest import SPLITS, Description
 from jspeed.data.tokens import SYMBOLS
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import read_text, sha256_of
-from jspeed.output_folder import locked
 
 GITHUB = "https://raw.githubusercontent.com/karpathy"
 NAMES = Download(

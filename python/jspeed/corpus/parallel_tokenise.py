@@ -17,15 +17,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.base.files import NO_ROOM, Lines
 from jspeed.corpus.chunks import Piece, documents
 from jspeed.corpus.process_pool import in_order
+from jspeed.corpus.shards.folder import EncodedDocuments
+from jspeed.corpus.shards.output_folder import locked, remove_leftovers, writing_to
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
-from jspeed.data.folder import EncodedDocuments
 from jspeed.data.manifest import SPLITS
 from jspeed.errors import BadInput, NoRoom
-from jspeed.files import NO_ROOM, Lines
-from jspeed.output_folder import locked, remove_leftovers, writing_to
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jspeed.base.files import as_text, open_regular, read_input, sha256_of, what_instead
 from jspeed.corpus.chunks import LINES, TABLES, TEXTS, ending
 from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
-from jspeed.files import as_text, open_regular, read_input, sha256_of, what_instead
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter,
 # turtledemo, ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils)

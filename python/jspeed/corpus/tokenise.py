@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.cores import cores
+from jspeed.base.cores import cores
+from jspeed.base.files import cache_folder
 from jspeed.corpus import Progress, no_progress, parallel_tokenise, sources, split
 from jspeed.corpus.chunks import PIECE_BYTES, pieces
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.process_pool import MAX_WORKERS
-from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
-from jspeed.data.folder import (
+from jspeed.corpus.shards.folder import (
     LEAST_SHARD,
     MOST_SHARD,
     SHARD_TOKENS,
@@ -26,10 +26,10 @@ from jspeed.data.folder import (
     is_made,
     write_folder,
 )
+from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.data.manifest import FORMAT_VERSION, Description
 from jspeed.errors import BadInput
 from jspeed.fields import Rule, Wants, Whole, integer
-from jspeed.files import cache_folder
 
 WORTH_PROCESSES = 32 << 20  # bytes of input; a process takes half a second to start
 ONE_DOCUMENT_TOKENS = 20  # below this, a tenth of a document is too short for one input and target

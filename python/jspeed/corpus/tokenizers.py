@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.data.folder import id_dtype
+from jspeed.base.files import read_input, what_instead
+from jspeed.corpus.shards.folder import id_dtype
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.data.tokens import GPT2, TOKENIZER_FILE, file_name
 from jspeed.errors import BadInput, nearest
-from jspeed.files import read_input, what_instead
 
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
 

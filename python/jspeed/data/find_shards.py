@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jspeed._dataloader import HEADER_BYTES, Shards
+from jspeed.base.files import what_instead
 from jspeed.data.errors import ShardError, ShardFormatError
 from jspeed.data.manifest import Split, split_of
 from jspeed.errors import BadInput
-from jspeed.files import what_instead
 
 _REMEDY = "make some with `jspeed prepare text FILES --out DIR`"
 _NAMES = {"train": "training", "val": "validation"}

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 from jspeed._dataloader import HEADER_BYTES
-from jspeed.cores import cores
+from jspeed.base.cores import cores
+from jspeed.base.files import open_regular, read_regular
 from jspeed.data.errors import ShardFormatError
 from jspeed.errors import BadInput
 from jspeed.fields import AtLeastOne, Rule, Whole, at_least, check_json, parse_json, shown_json
-from jspeed.files import open_regular, read_regular
 
 FORMAT_VERSION = 1
 READ_BYTES = 4 << 20  # at once, to verify

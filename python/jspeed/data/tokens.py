@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jspeed.base.files import read_input, write_whole
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
-from jspeed.files import read_input, write_whole
 
 # beside the shards, and in the run directory, of a tokenizer that is a file
 TOKENIZER_FILE = "tokenizer.json"

@@ -4,15 +4,15 @@ from."""
 from dataclasses import replace
 from pathlib import Path
 
+from jspeed.base.files import write_whole
+from jspeed.base.standard_streams import escaped
 from jspeed.errors import first_line
-from jspeed.files import write_whole
 from jspeed.inference.generate import Sampling, joined, sample
 from jspeed.inference.model_config import departures, read_parameters
 from jspeed.inference.trained import load_model
 from jspeed.record.run_json import read_run
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
-from jspeed.standard_streams import escaped
 
 # the library's files begin with comments, and so would a sample
 STDLIB_PROMPT = "    def __init__(self, "

@@ -9,11 +9,11 @@ from typing import Any, NotRequired, TypedDict
 import jax
 import jax.numpy as jnp
 
+from jspeed.base.files import read_input
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.fields import check_json, parse_json
-from jspeed.files import read_input
 from jspeed.inference.gpt2 import (
     BUFFERS,
     GPT2Config,

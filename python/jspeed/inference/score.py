@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from jspeed.base.files import read_text
 from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer, gpt2_byte_pairs
 from jspeed.data import find_split
 from jspeed.data.manifest import Split, read_folder
 from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
-from jspeed.files import read_text
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel import DEFAULT_LAYOUT

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.base import processes
+from jspeed.base.jax_versions import xla_flags_fault
 from jspeed.errors import BadInput, first_line, nearest
-from jspeed.jax_versions import xla_flags_fault
 
 AXES = ("data", "model", "pipe")
 MOST_DEVICES = 2**20

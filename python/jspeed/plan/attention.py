@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jspeed.plan.hlo import Instruction
 from jspeed.plan.schema import Kind
-from jspeed.sizes import mean_context
+from jspeed.record.sizes import mean_context
 from jspeed.stage import Stage
 
 CUDNN: dict[str, Kind] = {

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from jspeed.cores import cores
-from jspeed.jax_versions import reserve_workspace
+from jspeed.base import compiler
+from jspeed.base.cores import cores
+from jspeed.base.jax_versions import reserve_workspace
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import hlo
 from jspeed.plan.attention import workspace_bytes
@@ -19,7 +20,7 @@ from jspeed.plan.cost import Kernel, kernels
 from jspeed.plan.schema import Allocation
 from jspeed.plan.target import Cluster, pretend, target_mesh, without_machine_code
 from jspeed.recipe import Recipe, Stage
-from jspeed.run.compute import compiler, program
+from jspeed.run.compute import program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place

@@ -18,7 +18,7 @@ from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
 from jspeed.plan.target import DataSheet, pretend
 from jspeed.recipe import Recipe, leaves
-from jspeed.sizes import flops_per_token, is_matrix, scored_shape
+from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
 
 

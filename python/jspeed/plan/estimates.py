@@ -17,11 +17,11 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
+from jspeed.record.sizes import is_matrix
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device
 from jspeed.run.compute.division import lanes_of_device, micro_batches
 from jspeed.run.compute.program import local_bytes, state_shardings
 from jspeed.run.find_recipe import LoadedRecipe, find
-from jspeed.sizes import is_matrix
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2;
 # GPT-3: Brown et al. 2020, table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jspeed.jax_versions import source_line
+from jspeed.base.jax_versions import source_line
 from jspeed.parallel.layout import SMALL, partitions, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer

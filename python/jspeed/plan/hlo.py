@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jspeed.cores import cores
+from jspeed.base.cores import cores
 
 # bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout:
 # {1,0:T(8,128)S(1)}.

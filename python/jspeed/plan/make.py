@@ -27,12 +27,12 @@ from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, Target, pretend
 from jspeed.recipe import Recipe, leaves
+from jspeed.record.sizes import parameter_count, scored_heads
 from jspeed.run.compute import program
 from jspeed.run.compute.device import USABLE
 from jspeed.run.compute.division import divisions
 from jspeed.run.compute.known_faults import has_cas_scatter
 from jspeed.run.find_recipe import LoadedRecipe
-from jspeed.sizes import parameter_count, scored_heads
 
 BOUNDS = [
     "memory is what the compiler allocates: exact for its program, without fragmentation",

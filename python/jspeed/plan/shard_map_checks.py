@@ -13,7 +13,7 @@ import jax
 import jax.extend
 from jax.extend.core import jaxprs_in_params
 
-from jspeed.jax_versions import scan_sizes, source_line
+from jspeed.base.jax_versions import scan_sizes, source_line
 from jspeed.plan import hlo
 from jspeed.plan.findings import Finding, axes_of
 

@@ -20,11 +20,12 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jspeed.base.jax_versions import pretend_gpu
+from jspeed.base.standard_streams import without_logs
 from jspeed.errors import BadInput, nearest
-from jspeed.jax_versions import pretend_gpu
 from jspeed.parallel.mesh import MOST_DEVICES, make_mesh
+from jspeed.record.provenance import installed
 from jspeed.run.compute.device import USABLE
-from jspeed.standard_streams import without_logs
 
 # What JAX lets its allocator take of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 MEMORY_FRACTION = 0.75
@@ -307,11 +308,3 @@ def _fields(text: str, message: str, *names: str) -> list[int]:
     inside = match[1] if match else ""
     numbers = dict(re.findall(r"(\w+):\s*(\d+)", inside))
     return [int(numbers.get(name, 0)) for name in names]
-
-
-def installed(module: str) -> bool:
-    """Return whether a module is there, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package above it
-        return False

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jspeed.base.files import read_input, write_whole
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import check_json, parse_json
-from jspeed.files import read_input, write_whole
 from jspeed.record import consistent
 from jspeed.record.schema import Run, Unsealed
 

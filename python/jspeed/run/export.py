@@ -15,8 +15,8 @@ import safetensors
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
+from jspeed.base.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.errors import BadInput, nearest
-from jspeed.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.recipe import Recipe, leaves, without_lazy
 from jspeed.run.find_recipe import LoadedRecipe
 

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.base.files import as_text, cache_folder, read_regular
+from jspeed.data.manifest import read_manifest
 from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
-from jspeed.files import as_text, read_regular
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
 from jspeed.recipe_names import FOLDER, locate
+from jspeed.run.options import Options, check_steps
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
 IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
@@ -118,6 +120,18 @@ def find(
             f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}"
         ) from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
+
+
+def load_recipe(options: Options) -> LoadedRecipe:
+    """Return the recipe, fitted to the tokens of its data folder where that has a manifest.
+
+    Raises BadInput, also where it has fewer steps than the options ask for.
+    """
+    loaded = find(options.recipe_or_default, options.set_)
+    check_steps(options, loaded.recipe, loaded.fields)
+    folder = options.data or cache_folder() / "data" / loaded.recipe.data.name
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    return fit(loaded, options.set_, manifest) if manifest else loaded
 
 
 def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:

@@ -11,26 +11,26 @@ from typing import Any, cast
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.files import as_text
 from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import TOKENIZER_FILE, unit_of
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import as_json
-from jspeed.files import as_text
 from jspeed.recipe import Stage
+from jspeed.record import provenance
 from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Holdout, Index, Probe, Unsealed, count_parameters
-from jspeed.run import export
+from jspeed.record.sizes import flops_per_token, parameter_table
+from jspeed.run import console as output
+from jspeed.run import export, probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
-from jspeed.run.evidence import probes, provenance
-from jspeed.run.evidence.data import data_evidence, evaluate_holdout
 from jspeed.run.hooks import NO_HOOKS, Hooks
-from jspeed.run.output import console as output
-from jspeed.run.output.metrics_log import History
+from jspeed.run.metrics_log import History
+from jspeed.run.probes import data_evidence, evaluate_holdout
 from jspeed.run.run_directory import BEST
 from jspeed.run.setup import Setup
-from jspeed.sizes import flops_per_token, parameter_table
 
 
 def finish(

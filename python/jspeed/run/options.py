@@ -2,13 +2,14 @@
 here."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jspeed.accelerators import visible_gpus
-from jspeed.errors import BadInput
+from jspeed.base.accelerators import visible_gpus
+from jspeed.base.files import cache_folder
+from jspeed.errors import BadInput, nearest
 from jspeed.fields import (
     Axes,
     Count,
@@ -21,17 +22,16 @@ from jspeed.fields import (
     integer,
     misfits,
 )
-from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe_names import known_recipes
 from jspeed.record.schema import MOST_SEED
-from jspeed.run.output.sinks import check_sinks
 
 if TYPE_CHECKING:
     from jspeed.recipe import Recipe
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
+LOGS = ["tensorboard", "wandb"]  # where --log can send a curve
 RECIPE_HELP = (
     f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default:"
     f" {BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."
@@ -137,6 +137,15 @@ class Options:
             if self.log is None
             else tuple(dict.fromkeys(name.strip() for name in self.log.split(",")))
         )
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise BadInput for a name that is no sink."""
+    for name in names:
+        if name not in LOGS:
+            raise BadInput(
+                f"--log {name} is unknown{nearest(name, LOGS)}; known: {', '.join(LOGS)}"
+            )
 
 
 def check_options(options: Options) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.files import Lines, as_text, read_json, try_lock
 from jspeed.base.processes import broadcast, gather, on_failure
 from jspeed.data.tokens import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import Lines, as_text, read_json, try_lock
 from jspeed.record.run_json import read_run
 from jspeed.run.checkpoint import (
     HASH,
@@ -26,8 +26,8 @@ from jspeed.run.checkpoint import (
 )
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE
+from jspeed.run.metrics_log import SINKS
 from jspeed.run.options import Options
-from jspeed.run.output.sinks import SINKS
 
 AT_END = ("run.json", "loss.svg", FILE, "samples.txt")
 RUN_FILES = (*AT_END, "config.json", "recipe.py", TOKENIZER_FILE)

@@ -15,23 +15,27 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.compile_cache import use_compile_cache
+from jspeed.base.compiler import out_of_memory
+from jspeed.base.files import as_text, cache_folder, write_whole
 from jspeed.base.processes import gather, require_equal
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.manifest import read_folder, read_manifest
+from jspeed.data.manifest import read_folder
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
-from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put
 from jspeed.recipe import Recipe, Retrieval, without_lazy
+from jspeed.record import provenance
+from jspeed.record.provenance import StartEvidence, checksum
+from jspeed.record.sizes import describe
+from jspeed.run import console as output
 from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
-from jspeed.run.compute.compile_cache import use_compile_cache
-from jspeed.run.compute.compiler import out_of_memory
 from jspeed.run.compute.device import (
     Device,
     Placement,
@@ -54,14 +58,10 @@ from jspeed.run.compute.program import (
     warm_up,
 )
 from jspeed.run.compute.step import State, fetcher
-from jspeed.run.evidence import provenance
-from jspeed.run.evidence.provenance import StartEvidence, checksum
-from jspeed.run.find_recipe import LoadedRecipe, find, fit
+from jspeed.run.find_recipe import LoadedRecipe, load_recipe
 from jspeed.run.hooks import NO_HOOKS, Hooks
-from jspeed.run.options import Options, check_options, check_steps
-from jspeed.run.output import console as output
+from jspeed.run.options import Options, check_options
 from jspeed.run.run_directory import RunDirectory, open_run_directory
-from jspeed.sizes import describe
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,6 @@ def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_H
     return Setup(
         options, loaded, data, directory, program, validation, state, identity, at_start, checked
     )
-
-
-def load_recipe(options: Options) -> LoadedRecipe:
-    """Return the recipe, fitted to the tokens of its data folder where that has a manifest.
-
-    Raises BadInput, also where it has fewer steps than the options ask for.
-    """
-    loaded = find(options.recipe_or_default, options.set_)
-    check_steps(options, loaded.recipe, loaded.fields)
-    folder = options.data or cache_folder() / "data" / loaded.recipe.data.name
-    manifest = read_manifest(folder) if folder.is_dir() else None
-    return fit(loaded, options.set_, manifest) if manifest else loaded
 
 
 def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement]:

@@ -27,14 +27,13 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
+from jspeed.run.console import Display
 from jspeed.run.evaluate import impossible, look_up, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish, keep_best
 from jspeed.run.hooks import NO_HOOKS, Hooks
+from jspeed.run.metrics_log import History, sinks
 from jspeed.run.options import Options
-from jspeed.run.output.console import Display
-from jspeed.run.output.metrics_log import History
-from jspeed.run.output.sinks import sinks
 from jspeed.run.setup import Setup, set_up
 
 Pause = Callable[[str], AbstractContextManager[None]]  # the clock stands, for a reason of this name

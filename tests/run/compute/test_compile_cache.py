@@ -9,13 +9,13 @@ import warnings
 import jax
 import pytest
 
-from jspeed.run.compute import compile_cache
+from jspeed.base import compile_cache
 
 TWICE = """
 import resource, sys
 from pathlib import Path
 import jax
-from jspeed.run.compute.compile_cache import use_compile_cache
+from jspeed.base.compile_cache import use_compile_cache
 
 use_compile_cache()
 use_compile_cache()

@@ -8,11 +8,12 @@ import types
 import jax
 import pytest
 
+from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import OWN_KERNELS, Context, Stage
-from jspeed.run.compute import compiler, device, division, program
+from jspeed.run.compute import device, division, program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find

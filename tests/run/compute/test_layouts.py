@@ -23,8 +23,8 @@ from jspeed.recipe import ParamSpec
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
+from jspeed.run.console import layout_table, tile_table
 from jspeed.run.find_recipe import find
-from jspeed.run.output.console import layout_table, tile_table
 
 from ...toys import TOYS
 from .steps import batches, mesh_of, run, start

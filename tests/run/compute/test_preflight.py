@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.kernels import attention_backends, own_value, pointer_attention
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import OWN_KERNELS
-from jspeed.run.compute import compiler, device, preflight, preflight_checks
+from jspeed.run.compute import device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 
 from ...model import dense

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import compiler, device, division, memory_fallbacks, program, step
+from jspeed.run.compute import device, division, memory_fallbacks, program, step
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find

@@ -11,8 +11,8 @@ import optax
 import pytest
 from jax.nn.initializers import normal
 
+from jspeed.base.jax_versions import scan_sizes
 from jspeed.errors import BadInput
-from jspeed.jax_versions import scan_sizes
 from jspeed.model.layers import look_up_all
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jspeed.data import open_shards
-from jspeed.run.evidence import provenance
-from jspeed.run.evidence.data import TokenRange, overlap, trained_on
-from jspeed.run.evidence.probes import callbacks
-from jspeed.run.evidence.provenance import checksum
+from jspeed.data.overlap import TokenRange, overlap, trained_on
+from jspeed.record import provenance
+from jspeed.record.provenance import checksum
+from jspeed.run.probes import callbacks
 
 
 def shard(path: Path, tokens: np.ndarray) -> Path:
@@ -25,7 +25,7 @@ def shard(path: Path, tokens: np.ndarray) -> Path:
 
 @pytest.mark.parametrize("chunk", [1 << 22, 50])
 def test_overlap_is_the_share_of_blocks_found_by_looking_everywhere(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("jspeed.run.evidence.data.CHUNK", chunk)
+    monkeypatch.setattr("jspeed.data.overlap.CHUNK", chunk)
     rng = np.random.default_rng(0)
     val = rng.integers(0, 50_000, 64 * 10 + 7)
     train = [rng.integers(0, 50_000, 900) for _ in range(3)]

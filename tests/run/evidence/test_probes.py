@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.recipe_names import FOLDER
-from jspeed.run.evidence import probes
+from jspeed.run import probes
 from jspeed.run.options import Options
 from jspeed.run.train import train
 

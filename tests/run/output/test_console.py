@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jspeed.data.tokens import unit_of
 from jspeed.record.consistent import PROBES
-from jspeed.run.output.console import Display, closing, opening, waiting
+from jspeed.run.console import Display, closing, opening, waiting
 
 RUN = {
     "recipe": "a recipe of nobody",

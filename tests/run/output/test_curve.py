@@ -4,8 +4,8 @@ kinds."""
 import pytest
 from rich.console import Console
 
-from jspeed.run.output import console
-from jspeed.run.output.console import Display
+from jspeed.run import console
+from jspeed.run.console import Display
 
 from .screen import Screen, Terminal
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 
 from jspeed.run.clock import Clock
-from jspeed.run.output.metrics_log import History
+from jspeed.run.metrics_log import History
 
 
 def history():

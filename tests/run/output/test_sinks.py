@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.run.options import Options
-from jspeed.run.output import sinks as module
-from jspeed.run.output.sinks import check_sinks, sinks
+from jspeed.run import metrics_log as module
+from jspeed.run.metrics_log import sinks
+from jspeed.run.options import LOGS, Options, check_sinks
 
 LINES = [
     {"step": 0, "tokens": 0, "timed_seconds": 0.0, "val_loss": 5.5},
@@ -110,7 +110,7 @@ def test_a_reason_is_whole_and_one_line(tmp_path, monkeypatch, capsys):
 def test_what_wandb_itself_makes_of_its_mode(tmp_path, mode, says):
     """In a process of its own: wandb reads its variables once."""
     pytest.importorskip("wandb")
-    program = "from pathlib import Path; from jspeed.run.output.sinks import sinks\n"
+    program = "from pathlib import Path; from jspeed.run.metrics_log import sinks\n"
     program += (
         f"with sinks(('wandb',), Path({str(tmp_path)!r}), {{}}, {STARTED!r}) as opened:"
         " print(len(opened))"
@@ -179,7 +179,8 @@ def test_no_file_holds_a_key():
 
 
 def test_unknown_sink():
-    check_sinks(tuple(module.SINKS))
+    assert LOGS == list(module.SINKS)
+    check_sinks(LOGS)
     with pytest.raises(BadInput, match="--log tensorbord is unknown \\(did you mean 'tensorboard'"):
         check_sinks(("tensorbord",))
 

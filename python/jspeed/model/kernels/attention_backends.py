@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.base.jax_versions import cudnn_attention, register_gpus_with_pallas
 from jspeed.errors import BadInput
-from jspeed.jax_versions import cudnn_attention, register_gpus_with_pallas
 from jspeed.model.kernels import packed_cudnn
 
 TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has blocks for

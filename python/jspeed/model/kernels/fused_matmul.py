@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from jspeed.jax_versions import smem_layout
+from jspeed.base.jax_versions import smem_layout
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels.attention_backends import Refused
 

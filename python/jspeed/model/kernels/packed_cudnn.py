@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.jax_versions import cudnn_attention, no_score_mod
+from jspeed.base.jax_versions import cudnn_attention, no_score_mod
 
 ALIGNED = 8  # a row of the softmax statistic, fp32, is then a multiple of 32 bytes
 

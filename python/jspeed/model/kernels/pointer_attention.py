@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jspeed.jax_versions import register_gpus_with_pallas
+from jspeed.base.jax_versions import register_gpus_with_pallas
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.model.kernels.fused_attention import (
     LOG2_E,

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from jspeed.cores import cores
+from jspeed.base.cores import cores
 from jspeed.plan import attention
 from jspeed.plan.attention import Call
 from jspeed.plan.cudnn import absent_driver

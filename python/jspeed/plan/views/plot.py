@@ -7,11 +7,12 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jspeed.files import write_whole
+from jspeed.base.files import write_whole
+from jspeed.base.numbers import size
+from jspeed.base.plots import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, svg
+from jspeed.base.standard_streams import printable
 from jspeed.plan.schema import Plan, StagePlan
-from jspeed.plan.views.tables import fullest, memory_by_kind, range_text, size
-from jspeed.plots import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, svg
-from jspeed.standard_streams import printable
+from jspeed.plan.views.tables import fullest, memory_by_kind, range_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jspeed.numbers import NONE, si
+from jspeed.base.numbers import NONE, si, size
 from jspeed.plan.schema import MicroBatch, Plan, StagePlan
 
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+( ?[kMGTP]?B?| %)(( to | x )[\d,.]+)*")
@@ -229,13 +229,6 @@ def number(value: float) -> str:
     if abs(value) >= 1e6:
         return si(value, 3, gap=" ")
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def size(value: float) -> str:
-    """Return bytes as ``21.50 GB``, or in MB or kB where that would show nothing."""
-    if value >= 1e8:
-        return f"{value / 1e9:,.2f} GB"
-    return f"{value / 1e6:.3g} MB" if value >= 1e5 else f"{value / 1e3:.3g} kB"
 
 
 def percent(value: float, whole: float) -> str:

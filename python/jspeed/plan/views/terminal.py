@@ -10,15 +10,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.files import write_whole
+from jspeed.base.files import write_whole
+from jspeed.base.numbers import size
 from jspeed.parallel.layout import gathered_per_layer
 from jspeed.parallel.mesh import row_shards
 from jspeed.plan.estimates import memory, micro_batching
 from jspeed.plan.schema import Plan, Traffic
 from jspeed.plan.views import tables
 from jspeed.recipe import Recipe, leaves
-from jspeed.run.output.console import opening
-from jspeed.sizes import describe
+from jspeed.record.sizes import describe
+from jspeed.run.console import opening
 
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -101,11 +102,10 @@ def print_estimates(
     _, tokens = micro_batching(recipe, stage, mesh, micro_batch)
     by_layer = any(each for _, each in leaves(gathered_per_layer(recipe, layout)))
     whole = "unsharded" + ", of the layers one at a time" * by_layer
-    why = f"{tables.size(sum(need))} of {tables.size(limit)}; compile to be sure"
+    why = f"{size(sum(need))} of {size(limit)}; compile to be sure"
     if need.fits(limit) == "no":
         why = (
-            f"state and gathered parameters need {tables.size(need.kept + need.gathered)} of"
-            f" {tables.size(limit)}"
+            f"state and gathered parameters need {size(need.kept + need.gathered)} of {size(limit)}"
         )
         why += "; --layout fsdp gathers layer by layer" if recipe.alike and not by_layer else ""
     formulas = (
@@ -125,12 +125,12 @@ def print_estimates(
             " table, logits twice"
         ),
     )
-    rows = zip(need._fields, formulas, map(tables.size, need), strict=True)
+    rows = zip(need._fields, formulas, map(size, need), strict=True)
     console.print(Text(f"sizes of {recipe.name}", style="bold"))
     opening(console, describe(recipe))
     console.print(Text(f"\nmemory of one device of {mesh.size:,}, layout {layout}", style="bold"))
     opening(console, [*rows, ("all", "estimate: not all of it exists at once",
-    tables.size(sum(need))),
+    size(sum(need))),
                       ("fits", why, need.fits(limit))])  # fmt: skip
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jspeed import accelerators
-from jspeed.accelerators import visible_gpus
+from jspeed.base import accelerators
+from jspeed.base.accelerators import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
 from jspeed.recipe import OWN_KERNELS, OwnKernel, Recipe
-from jspeed.run.evidence.provenance import installed_version
+from jspeed.record.provenance import installed_version
 
 # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
 USABLE = 0.95

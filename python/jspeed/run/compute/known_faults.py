@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jspeed.jax_versions import loaded_cudnn
+from jspeed.base.jax_versions import loaded_cudnn
+from jspeed.record.provenance import installed_version
 from jspeed.run.compute.device import GPUS, Device
-from jspeed.run.evidence.provenance import installed_version
 
 MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
 RESULT = re.compile(r"%?([\w.-]+) = f32\[([\d,]*)\]")

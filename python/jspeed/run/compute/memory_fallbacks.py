@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from jspeed.recipe import Recipe, Stage, leaves
+from jspeed.record.sizes import scored_heads
 from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
-from jspeed.sizes import scored_heads
 
 # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
 HEAD_CHUNK = 4096

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from jspeed.base.compiler import FP8_CALL, custom_calls, out_of_memory
 from jspeed.base.processes import gather
 from jspeed.errors import BadInput, first_line, type_and_line
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import OwnKernel, Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.compiler import FP8_CALL, custom_calls, out_of_memory
 from jspeed.run.compute.device import (
     Device,
     Placement,
@@ -30,7 +30,7 @@ from jspeed.run.compute.device import (
     head_width,
 )
 from jspeed.run.compute.program import Program, compile_program
-from jspeed.run.output.console import waiting
+from jspeed.run.console import waiting
 
 
 class Feature(NamedTuple):
@@ -48,7 +48,7 @@ class Feature(NamedTuple):
 class Preflight:
     """What was found: ``placement`` has the settings that work, ``checks`` are the names of what
     passed, ``refused`` those of what did not, with the reasons. ``calls``: what the last stage's
-    program calls (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
+    program calls (:func:`jspeed.base.compiler.custom_calls`); None before it is compiled.
     """
 
     placement: Placement

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspeed.base.compiler import options_for
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import without_own_value
@@ -22,7 +23,6 @@ from jspeed.parallel import sharded_table
 from jspeed.parallel.lazy_table import Pending
 from jspeed.parallel.mesh import put
 from jspeed.recipe import OwnKernel
-from jspeed.run.compute.compiler import options_for
 
 Run: TypeAlias = Callable[..., Any]
 Case: TypeAlias = tuple[Run, Run, list[Any]]  # a kernel, the same in plain JAX, what both take

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jspeed.cores import cores
+from jspeed.base.compiler import compiled, measured, memory_needed, out_of_memory
+from jspeed.base.cores import cores
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
 from jspeed.run.compute.device import GPUS, Device, Placement
 from jspeed.run.compute.division import divisions, lanes_of_device
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts, without_room

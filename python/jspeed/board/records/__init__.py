@@ -1,0 +1,1 @@
+"""The records folder: runs, plans, tracks, and whether they agree."""

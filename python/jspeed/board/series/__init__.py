@@ -1,0 +1,1 @@
+"""Several related runs: preregistered, in turn, reproduced."""

@@ -1,0 +1,325 @@
+"""``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this
+machine."""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import stat
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jspeed
+from jspeed.base.cores import cores
+from jspeed.base.files import cache_folder
+from jspeed.base.numbers import size
+from jspeed.base.standard_streams import without_logs
+from jspeed.cli import repository
+from jspeed.cli.flags import Command
+from jspeed.cli.satellites import rank_of
+from jspeed.data.manifest import complete_manifest
+from jspeed.errors import BadInput
+
+if TYPE_CHECKING:
+    from jspeed.run.compute.device import Device
+
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
+# Of each extra: modules that show that it is there (any of them), and what it gives.
+EXTRAS = {
+    "cuda12": (("nvidia.cudnn",), "runs on NVIDIA GPUs (cuda13 with CUDA 13)"),
+    "tpu": (("libtpu",), "runs on TPUs, plan compiles for them"),
+    "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for absent GPUs"),
+    "parquet": (("pyarrow",), "prepare reads .parquet and .zst"),
+    "tokenizers": (("tokenizers",), "prepare text --tokenizer FILE.json"),
+    "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
+    "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),
+}
+SHARED = Path("/dev/shm")
+NCCL_SHARED = 2**29  # bytes of it; Docker gives 64 MB, and NCCL's processes of a machine use it
+LABEL = 12  # columns
+
+
+def doctor(json_: bool = False) -> None:
+    """Report what this machine can do: devices, kernels, caches, prepared data, extras, launcher.
+
+    Exit code: 0, whatever is found.
+
+    Args:
+        json_: Print it as JSON.
+    """
+    report = collect()
+    print(json.dumps(report, indent=2) if json_ else as_text(report))
+
+
+def collect() -> dict[str, Any]:
+    """Return everything, as plain data; sizes are in bytes."""
+    around = repository()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of the machine
+    devices = accelerators()
+    from jspeed.record.provenance import installed, installed_version
+
+    return {
+        "jspeed": jspeed.__version__,
+        "package": str(Path(jspeed.__file__).parent),
+        "repository": str(around) if around else None,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: installed_version(name) for name in PACKAGES},
+        "machine": {
+            "cores": cores(),
+            "memory": memory,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        **devices,
+        **cache_and_data(),
+        "extras": {
+            name: {"installed": any(map(installed, modules)), "gives": gives}
+            for name, (modules, gives) in EXTRAS.items()
+        },
+        "launcher": launcher(os.environ),
+        "shared_memory": shutil.disk_usage(SHARED).total if SHARED.is_dir() else None,
+    }
+
+
+def accelerators() -> dict[str, Any]:
+    """Return the devices, and which kernels recipes get on them and why; or why JAX has none, or
+    not the best."""
+    with without_logs():
+        import jax
+
+        from jspeed.parallel.mesh import find_devices, make_mesh
+        from jspeed.record import provenance
+        from jspeed.run.compute.device import device_of, platform_problem
+    try:
+        count = len(find_devices())
+        kind = provenance.devices()["kind"]
+        mesh = make_mesh()
+        first = mesh.devices.flat[0]
+        device = device_of(mesh)
+    except (RuntimeError, BadInput) as error:
+        return {
+            "devices": None,
+            "problem": str(error).splitlines()[0],
+            "attention": None,
+            "fp8": None,
+        }
+    capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
+    attention, fp8 = explain(device, capability)
+    return {
+        "devices": {
+            "platform": device.platform,
+            "kind": kind,
+            "count": count,
+            "memory": device.memory,
+            "compute_capability": capability and str(capability),
+            "chosen_by": (
+                f"JAX_PLATFORMS={asked}" if (asked := jax.config.values["jax_platforms"]) else None
+            ),
+        },
+        "problem": platform_problem(device.platform),
+        "attention": {"backend": device.attention, "why": attention},
+        "fp8": {"matmuls": device.fp8, "why": fp8},
+    }
+
+
+def explain(device: "Device", capability: str | None) -> tuple[str, str]:
+    """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None
+    off NVIDIA GPUs."""
+    if device.note:
+        return device.note, device.note
+    if capability is None:
+        reason = "the only backend on a CPU"
+    elif device.attention == "xla":
+        reason = f"fused kernels need compute capability 8.0, this is {capability}"
+    elif device.attention == "triton":
+        reason = (
+            "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is"
+            f" {capability}"
+        )
+    else:
+        reason = f"compute capability {capability}"
+    reasons = {
+        "native": f"on tensor cores, compute capability {capability}",
+        "missing": (
+            f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}"
+        ),
+        "emulated": (
+            "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster"
+        ),
+    }
+    return reason, reasons[device.fp8]
+
+
+def cache_and_data() -> dict[str, Any]:
+    """Return where prepared data and compiled programs are kept, their sizes, the room there is,
+    and the data sets."""
+    try:
+        folder = cache_folder()
+    except BadInput as error:
+        return {"cache": {"folder": None, "problem": str(error)}, "data": []}
+    programs = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "xla")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    sizes = {"data": folder_size(folder / "data"), "programs": folder_size(programs)}
+    places = {"folder": str(folder), "programs_folder": str(programs)}
+    return {
+        "cache": places | sizes | {"free": shutil.disk_usage(there).free},
+        "data": data_sets(folder / "data"),
+    }
+
+
+def data_sets(folder: Path) -> list[dict[str, Any]]:
+    """Return the folders of shards in the cache: tokenizer and tokens, or what is wrong with
+    one."""
+    listed = []
+    for place in sorted(folder.iterdir() if folder.is_dir() else []):
+        if place.name.startswith(".") or not place.is_dir():
+            continue
+        one: dict[str, Any] = {
+            "name": place.name,
+            "tokenizer": None,
+            "tokens": None,
+            "problem": None,
+        }
+        try:
+            if manifest := complete_manifest(place):
+                tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
+                one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
+            else:
+                one["problem"] = (
+                    "no valid manifest.json or not all of its shards; run jspeed prepare again to"
+                    " resume"
+                )
+        except BadInput as error:
+            one["problem"] = str(error)
+        listed.append(one)
+    return listed
+
+
+def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what started this process, as a run would find out, or why it could not."""
+    try:
+        rank = rank_of(environment)
+    except BadInput as error:
+        return {"processes": None, "problem": str(error)}
+    return {
+        "processes": rank.count if rank else 1,
+        "process_id": rank.index if rank else 0,
+        "problem": None,
+    }
+
+
+def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str | None:
+    """Say what ``shared`` bytes are too little for, None where they are enough or nothing uses
+    them."""
+    if (
+        devices["platform"] != "gpu"
+        or devices["count"] == 1
+        or shared is None
+        or shared >= NCCL_SHARED
+    ):
+        return None
+    return (
+        f"/dev/shm has {size(shared)}, which can be too little for NCCL with a process for each"
+        " GPU: start the container with --shm-size=1g, or let one process have all GPUs"
+    )
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return what was found as lines for a terminal."""
+    devices, sizes, machine = report["devices"], report["cache"], report["machine"]
+    packages = ", ".join(
+        f"{name} {number or 'missing'}" for name, number in report["packages"].items()
+    )
+    memory_of_one = (
+        f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    )
+    chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
+    rows = [
+        ("jspeed", f"{report['jspeed']} in {report['package']}"),
+        ("repository", report["repository"] or "none (benches, records and tests need a checkout)"),
+        ("Python", f"{report['python']} ({report['executable']})"),
+        ("packages", packages),
+        (
+            "machine",
+            f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory",
+        ),
+        (
+            "devices",
+            (
+                f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}"
+                if devices
+                else report["problem"]
+            ),
+        ),
+    ]
+    if devices:
+        if report["problem"]:
+            rows.append(("", report["problem"]))
+        rows.append(
+            ("attention", f"{report['attention']['backend']}: {report['attention']['why']}")
+        )
+        rows.append(("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"))
+        if too_little := shared_memory_problem(devices, report["shared_memory"]):
+            rows.append(("", too_little))
+    if sizes["folder"]:
+        rows.append(
+            ("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free")
+        )
+        rows.append(
+            ("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs")
+        )
+    else:
+        rows.append(("cache", sizes["problem"]))
+    for number, one in enumerate(report["data"]):
+        tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
+        text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
+        rows.append(("" if number else "data", f"{one['name']}: {text}"))
+    if not report["data"]:
+        rows.append(
+            (
+                "data",
+                (
+                    "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has"
+                    " others"
+                ),
+            )
+        )
+    for number, (name, extra) in enumerate(report["extras"].items()):
+        state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
+        rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
+    launched = report["launcher"]
+    alone = "none (single process)"
+    several = f"process {launched.get('process_id')} of {launched['processes']}"
+    rows.append(
+        ("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several))
+    )
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    gap = " " * LABEL
+    return "\n".join(
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"{label:<{LABEL}}",
+            subsequent_indent=gap,
+            break_on_hyphens=False,
+        )
+        for label, text in rows
+    )
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes of all files under a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        # a run may replace a file of the cache meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+COMMAND = Command(doctor, ("  # one screen", "--json  # for a program, or a bug report"))

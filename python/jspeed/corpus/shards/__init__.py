@@ -1,0 +1,1 @@
+"""Folders of token shards: written whole, or shown."""

@@ -1,0 +1,1 @@
+"""The commands of a trained model: sample, evaluate, export."""

@@ -1,0 +1,70 @@
+"""``jspeed export``: write a trained model as safetensors, in jspeed's layout or Hugging Face's for
+a GPT-2."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from jspeed.base.standard_streams import without_logs
+from jspeed.cli.flags import Command
+from jspeed.errors import BadInput
+from jspeed.fields import Folder, Wants
+
+
+def export(
+    model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False
+) -> None:
+    """Write a trained model as a folder of safetensors.
+
+    A GPT-2 (recipe gpt2) becomes what transformers' GPT2LMHeadModel.from_pretrained reads. Every
+    other recipe becomes model.safetensors with the recipe's own names, config.json (recipe, its
+    hash and fields, tokenizer) and recipe.py, which sample, evaluate and run --init-from read.
+
+    Args:
+        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), or an exported
+            folder.
+        out: Folder to make.
+        own: Write a GPT-2 too in the recipe's own way, which one that computes something else
+            needs.
+    """
+    with without_logs():
+        from jspeed.base.files import write_whole
+        from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
+        from jspeed.data.tokens import copy_tokenizer
+        from jspeed.inference.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
+        from jspeed.inference.model_config import same_function
+        from jspeed.inference.trained import load_model
+        from jspeed.run.export import FILE, own_config, own_metadata, save
+        from jspeed.run.find_recipe import find
+
+    require_empty(out)
+    loaded = load_model(model)
+    tensors, recipe = loaded.tensors(), loaded.recipe
+    as_gpt2 = is_gpt2(recipe) and not own
+    config = (
+        gpt2_config(recipe, loaded.facts) if as_gpt2 else own_config(loaded.found, loaded.facts)
+    )
+    if as_gpt2 and not same_function(find("gpt2", gpt2_sets(config), trace=False).recipe, recipe):
+        raise BadInput(
+            f"recipe {recipe.name} has GPT-2's parameters but computes something else of them than"
+            " transformers would; give --own"
+        )
+    with atomic_folder(out) as folder:
+        copy_tokenizer(loaded.folder or model, folder, loaded.facts)
+        if as_gpt2:
+            save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
+        else:
+            save(folder / FILE, tensors, own_metadata(loaded.found))
+            write_whole(folder / "recipe.py", loaded.found.source)
+            config = {"model_type": "jspeed"} | config
+        write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    others = sorted(path.name for path in out.iterdir() if path.name != FILE)
+    print(
+        f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB),"
+        f" {', '.join(others)}"
+    )
+
+
+COMMAND = Command(
+    export, ("runs/mine --out model  # to share, or to start from: run RECIPE --init-from model",)
+)

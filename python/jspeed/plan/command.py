@@ -1,0 +1,167 @@
+"""``jspeed plan``: memory, kernels, communication, predicted time and findings of a recipe on
+absent GPUs."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from jspeed.base.files import write_whole
+from jspeed.base.standard_streams import without_logs
+from jspeed.cli.flags import Command, check_folders, refuse
+from jspeed.errors import BadInput
+from jspeed.fields import Axes, Count, Fields, File, Wants
+from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.recipe_names import known_recipes
+
+
+def plan(
+    recipe: Annotated[str, Wants("RECIPE", positional=True)],
+    target: Annotated[str, Wants("GPUS")] = "h100x8",
+    layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
+    mesh: Axes | None = None,
+    micro_batch: Annotated[Count | None, Wants("TOKENS")] = None,
+    against: Annotated[str | None, Wants("RECIPE")] = None,
+    compile: bool = True,
+    search_: bool = False,
+    bytes_: bool = False,
+    strict: bool = False,
+    json_: File | None = None,
+    svg: File | None = None,
+    html: File | None = None,
+    set: Fields = (),
+) -> int:
+    """Predict memory, time and bottlenecks of a recipe on absent GPUs.
+
+    Exit code: 0; 1 with --strict when a finding is an error or the recipe does not fit; 2 bad
+    input.
+
+    Args:
+        recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without
+            recipe, such as gpt2-xl.
+        target: GPUs to plan for: h100x8, h200x1, a100x8, rtx4090x1, or h100x8x4 for 4 nodes of 8;
+            or TPUs: v6ex8.
+        layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see
+            jspeed run --help.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
+        micro_batch: Tokens per device in a micro-batch.
+        against: Another recipe to plan for the same target and micro-batch, and to compare with;
+            --set is not its.
+        compile: Compile the step; --no-compile prints only what formulas give: parameters, memory,
+            FLOPs.
+        search_: Compile the last stage with every layout and micro-batch, and print the table, best
+            first.
+        bytes_: Compile the last stage's step alone, and print the bytes it moves by source line,
+            most first.
+        strict: Exit with 1 when a finding is an error, or the recipe does not fit.
+        json_: Write the plan as JSON.
+        svg: Write a plot of the plan.
+        html: Write a report that opens from disk.
+        set: Replace fields of the recipe file.
+    """
+    add_installed_compiler()
+    with without_logs():
+        import jax
+
+        from jspeed.parallel.mesh import check_xla_flags, parse_mesh
+        from jspeed.plan.compile import place_on_target
+        from jspeed.plan.describe import describe_traffic
+        from jspeed.plan.estimates import PUBLISHED, abstract_mesh, published
+        from jspeed.plan.make import candidates, make_plan, search
+        from jspeed.plan.target import missing, parse_target
+        from jspeed.plan.views import tables, terminal
+        from jspeed.plan.views.plot import write_svg
+        from jspeed.run.find_recipe import find
+
+    check_xla_flags()
+    # of this machine only, whatever plugins are installed
+    jax.config.update("jax_platforms", "cpu")
+    check_folders({"--json": json_, "--svg": svg, "--html": html})
+    console = terminal.make_console()
+    whole = {
+        "--against": against,
+        "--search": search_,
+        "--strict": strict,
+        "--svg": svg,
+        "--html": html,
+    }
+    size = recipe in PUBLISHED and recipe not in known_recipes()
+    if size or not compile:
+        why = (
+            f"the published size {recipe} is not compiled"
+            if size
+            else "--no-compile compiles nothing"
+        )
+        refuse(whole | {"--bytes": bytes_, "--json": json_}, why)
+    elif bytes_:
+        refuse(whole, "--bytes compiles one step alone")
+    cluster, axes = parse_target(target), parse_mesh(mesh) if mesh is not None else None
+    loaded = published(recipe, set) if size else find(recipe, set)
+    absent = missing(cluster.target)
+    if size or not compile or absent:
+        devices = abstract_mesh(axes or {"data": cluster.devices}, cluster.devices)
+        terminal.print_estimates(
+            console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch
+        )
+        if absent and compile and not size:
+            raise BadInput(absent)
+        return 0
+    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch)
+    if bytes_:
+        moved = describe_traffic(loaded.recipe, placement)
+        terminal.print_traffic(moved, console)
+        write_json(json_, moved)
+        return 0
+    if other := find(against) if against else None:
+        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch)
+    made = make_plan(loaded, placement)
+    terminal.print_plan(made, console)
+    if search_:
+        made["search"] = search(loaded, candidates(loaded.recipe, cluster))
+        terminal.print_table(console, tables.searched(made))
+    if other:
+        made["against"] = make_plan(other, beside)
+        terminal.print_table(console, tables.compared(made["against"], made))
+    write_json(json_, made)
+    if svg:
+        write_svg(svg, made)
+    if html:
+        terminal.write_html(html, made)
+    print(
+        f"report: {html.absolute().as_uri()}"
+        if html
+        else "for a report with all stages: --html FILE"
+    )
+    failed = not made["fits"] or any(finding["level"] == "error" for finding in made["findings"])
+    return 1 if strict and failed else 0
+
+
+def add_installed_compiler() -> None:
+    """Let JAX find the compiler that ``make test-aot`` keeps apart from other packages."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what is missing without a GPU
+    if "jax" not in sys.modules and (compiler := Path(sys.prefix, "aot")).is_dir():
+        sys.path.append(str(compiler))
+
+
+def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Write what was found to ``path``, unless that is None."""
+    if path:
+        write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+COMMAND = Command(
+    plan,
+    (
+        "r29 --target h100x8  # what eight H100s would do; needs pip install 'jspeed[aot]'",
+        "r29 --no-compile  # parameters, memory and FLOPs; needs no compiler",
+        (
+            "r21 --against r29 --html report.html  # what a change costs, as a report that opens"
+            " from disk"
+        ),
+        "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
+        "gpt2-xl --target a100x8  # a published size",
+    ),
+    {"hardware": "target layout mesh micro_batch", "output": "strict json_ svg html"},
+)

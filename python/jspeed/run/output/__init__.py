@@ -1,1 +1,0 @@
-"""Output of a run: terminal, metrics.jsonl, TensorBoard, Weights & Biases."""

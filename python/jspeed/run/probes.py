@@ -1,0 +1,288 @@
+"""Evidence beside a run's loss: validity probes, conditions that a loss must meet to count as a
+language-model loss, and the hashes of the tokens that it saw."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from numpy.typing import NDArray
+
+from jspeed.base import processes
+from jspeed.base.cores import cores
+from jspeed.base.files import sha256_of
+from jspeed.base.processes import broadcast, gather
+from jspeed.data.overlap import TokenRange, overlap, trained_on
+from jspeed.data.retriever import looked_up
+from jspeed.errors import BadInput, type_and_line
+from jspeed.parallel.mesh import put, replicated
+from jspeed.parallel.replicas import drift
+from jspeed.recipe import Context, Matches
+from jspeed.record.provenance import checksum
+from jspeed.record.schema import Data, Holdout
+from jspeed.retrieval import unpacked
+from jspeed.run import evaluate
+from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.step import State, replicated_on_all_devices
+from jspeed.run.evaluate import validation_loss
+from jspeed.run.setup import Setup
+
+Verdict = dict[str, Any]
+
+# The share of validation blocks that may occur verbatim in the training data. Text without
+# near-duplicates has 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64
+# bytes).
+OVERLAP = 0.02
+# Nats: the same program on the same values gives the same bits; this much is left for sums in
+# another order.
+LEAK = 1e-6
+SAME_LOSS = 1e-3  # nats of a mean over 128 tokens: bf16 logits of two matmul shapes differ by less
+
+
+def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
+    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``
+    with ``loss``.
+
+    With several processes each must call this, and gets the same.
+    """
+    params, start = state["params"], setup.at_start
+    row = setup.data.rows[0]
+    before = checksum(state)
+    again = validation_loss(setup.program.evaluate, params, setup.validation)
+    verdicts = guarded(
+        ("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row)
+    )
+    verdicts |= guarded(
+        ("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)}
+    )
+    after = checksum(state)
+    return verdicts | {
+        "evaluation_leaves_state": {"passed": after == before, "state": before},
+        "evaluation_repeats": {"passed": again == loss, "again": again},
+        "replicas_agree": replicas_agree(state),
+        "warm_up_leaves_state": {"passed": start.initial_checksum == start.after_warm_up}
+        | {
+            "state": start.initial_checksum,
+            "untimed_steps": setup.program.warm_up_steps,
+            "on": "zeros",
+        },
+        "no_overlap": no_overlap(setup),
+    }
+
+
+def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
+    """Return what ``probe`` finds; one that raises has failed under its ``names``, and the run
+    keeps its record.
+
+    With several processes an error of the devices is raised: the other processes wait in a
+    collective.
+    """
+    try:
+        return probe()
+    except Exception as error:  # whatever a recipe or a library raises
+        if isinstance(error, JaxRuntimeError) and processes.count() > 1:
+            raise
+        return {name: {"passed": False, "raised": type_and_line(error)} for name in names}
+
+
+def replicas_agree(state: State) -> Verdict:
+    """Compare the copies of parameters and optimizer state that the devices of each process hold,
+    not those of several processes; all know what each found."""
+    found: dict[str, float] = {}
+    for part in gather(
+        "replicas", drift({"params": state["params"], "optimizer": state["optimizer"]})
+    ):
+        found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
+    worst = max(found, key=lambda path: found[path], default=None)
+    return {
+        "passed": not found,
+        "largest": found[worst] if worst else 0.0,
+        "where": worst,
+        "arrays": len(found),
+    }
+
+
+def no_overlap(setup: Setup) -> Verdict:
+    """Compare training and validation tokens; process 0 reads the files and shares the verdict."""
+
+    def compared() -> dict[str, Verdict]:
+        found = overlap_of_run(setup)
+        return {"no_overlap": {"passed": found <= OVERLAP, "share": found}}
+
+    verdicts = guarded(("no_overlap",), compared) if processes.index() == 0 else None
+    return broadcast("overlap", verdicts)["no_overlap"]
+
+
+def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
+    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it
+    must not change, what retrieval finds for the changed inputs included.
+
+    The targets stay, because looking ahead by one token first shows in the loss just before the
+    change. Eight positions, odd ones, so that they lie inside whatever blocks a recipe works in.
+    And read the program for calls to the host, through which an evaluation could keep or learn
+    something.
+    """
+    # Changed inputs have other documents, of any length.
+    recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
+    ctx, impossible = eval_context(recipe, setup.placement.device), setup.validation.impossible
+
+    def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
+        both, matches = unpacked(recipe.retrieval, both)
+        inputs, targets = both[:1, :-1], both[1:, 1:]
+        ctx = replace(ctx, matches=matches and Matches(*(part[:1] for part in matches)))
+        return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+
+    probe = replicated_on_all_devices(recipe, ctx, setup.placement, losses)
+    rows = np.stack([row, row])
+
+    def on_devices(both: np.ndarray) -> jax.Array:
+        known = looked_up(setup.data.loader, both)
+        return put(known.astype(np.int32), replicated(setup.placement.mesh))
+
+    def measured(both: np.ndarray) -> np.ndarray:
+        found = jax.device_get(probe(params, on_devices(both), impossible))[0]
+        if not np.isfinite(found).all():  # which would compare as no leak
+            raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
+        return found
+
+    before, leak, moved = measured(rows), 0.0, np.inf
+    for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
+        changed = rows.copy()
+        changed[0, cut:] = (changed[0, cut:].astype(np.int64) + 1) % recipe.vocab_size
+        difference = np.abs(measured(changed) - before)
+        leak, moved = (
+            max(leak, float(difference[:cut].max())),
+            min(moved, float(difference[cut:].max())),
+        )
+    calls = callbacks(probe.trace(params, on_devices(rows), impossible).jaxpr)
+    return {
+        "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
+        "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
+    }
+
+
+def callbacks(jaxpr: Any) -> list[str]:
+    """Return the names of the primitives in ``jaxpr`` and below it that call a Python function on
+    the host."""
+    found = []
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name:
+            found.append(equation.primitive.name)
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += callbacks(inner)
+    return found
+
+
+def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
+    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole
+    vocabulary, or, of a canonical recipe, over all of it that is possible.
+
+    Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's
+    shape.
+    """
+    recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
+    ctx = eval_context(recipe, setup.placement.device)
+
+    def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        tokens, matches = unpacked(recipe.retrieval, tokens)
+        inputs, targets, ctx = tokens[:, :-1], tokens[:, 1:], replace(ctx, matches=matches)
+        logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
+        if ctx.impossible is not None:
+            bits = jnp.unpackbits(
+                ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little"
+            )
+            logits = jnp.where(bits == 1, -jnp.inf, logits)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+        return jnp.mean(found), jnp.mean(expected)
+
+    probe = replicated_on_all_devices(recipe, ctx, setup.placement, both)
+    known = looked_up(setup.data.loader, row[None, : length + 1])
+    tokens = put(known.astype(np.int32), replicated(setup.placement.mesh))
+    found, expected = jax.device_get(probe(params, tokens, setup.validation.impossible))
+    error = abs(float(found - expected))
+    return {"passed": error <= SAME_LOSS, "error": error}
+
+
+def data_evidence(setup: Setup, hashed: bool) -> Data:
+    """Return run.json's ``data``; hashes are null unless ``hashed``.
+
+    Hashes of shards that can no longer be read are null, so that the record is still written.
+    """
+    read, position = setup.data, setup.data.loader.state_dict()
+    ranges: list[TokenRange] = []
+    hashes: list[str | None] = []
+    val_sha256 = None
+    with suppress(OSError, BadInput):
+        ranges = trained_on(read.shards, position)
+        hashes = [None] * len(ranges)
+        if hashed:
+            with ThreadPoolExecutor(min(16, cores())) as pool:
+                hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
+            val_sha256 = sha256_of_rows(read.rows, setup)
+    found: Data = {
+        "name": setup.recipe.data.name,
+        "fingerprint": read.shards.fingerprint,
+        "val_fingerprint": read.val_shards.fingerprint,
+        "train_tokens": read.shards.num_tokens,
+        "val_tokens": setup.validation.tokens,
+        "tokenizer": read.manifest.get("tokenizer"),
+        "val_sha256": val_sha256,
+        "train_shards": [
+            {"name": part.path.name, "sha256": digest, "first": part.first, "end": part.end}
+            for part, digest in zip(ranges, hashes, strict=True)
+        ],
+        "position": {
+            name: position[name]
+            for name in ("step", "epoch", "shard", "offset", "shuffle", "config_hash")
+        },
+    }
+    source = read.manifest.get("source") or {}
+    if source.get("kind") == "stdlib":
+        found["python"] = source["python"]
+    return found
+
+
+def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return the ids that the loss of evaluation ``rows`` is a mean over and the one after them:
+    ``[N + 1]``."""
+    return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
+
+
+def sha256_of_rows(rows: NDArray[np.unsignedinteger], setup: Setup) -> str:
+    """Return the SHA-256 of the ids of evaluation ``rows``, little-endian in the recipe's dtype."""
+    return hashlib.sha256(
+        ids_of(rows).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()
+    ).hexdigest()
+
+
+def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -> Holdout:
+    """Evaluate the track's second range of the validation tokens by the program of the first; every
+    process must."""
+    first, rows = holdout
+    known = looked_up(setup.data.loader, rows)
+    validation = evaluate.to_devices(
+        known, setup.program.eval_rows, setup.recipe, setup.placement.mesh
+    )
+    validation.impossible = setup.validation.impossible
+    loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
+    sha256 = sha256_of_rows(rows, setup)
+    return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}
+
+
+def overlap_of_run(setup: Setup) -> float:
+    """Return the share of the validation tokens that occur in the tokens trained on
+    (:func:`overlap`)."""
+    ranges = trained_on(setup.data.shards, setup.data.loader.state_dict())
+    return overlap(ranges, setup.data.shards.dtype, ids_of(setup.data.rows))

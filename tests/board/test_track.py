@@ -1,0 +1,74 @@
+"""track.toml: each invalid key gives an error message that names it; the hardware rule as text."""
+
+from pathlib import Path
+
+import pytest
+
+from jspeed.board.records.track import read_track
+from jspeed.errors import BadInput
+
+TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            'rank = "timed_seconds"',
+            "",
+            "field 'rank': expected 'timed_seconds' or 'steps', found no such field",
+        ),
+        (
+            'rank = "timed_seconds"',
+            'rank = "luck"',
+            "field 'rank': expected 'timed_seconds' or 'steps', found 'luck'",
+        ),
+        (
+            "[significance]",
+            "[significance]\nsigma = -1",
+            "field 'significance.sigma': expected a finite number of 0 or",
+        ),
+        (
+            "[hardware]",
+            "[hardware]\ncount = 0",
+            "field 'hardware.count': expected a whole number of 1 or more, found 0",
+        ),
+        (
+            "[hardware]",
+            "[hardware]\ncolour = 1",
+            "field 'hardware.colour': expected one of title, order,",
+        ),
+        (
+            "[hardware]",
+            "[model]\nmost_parameters = 2e8\n[hardware]",
+            "field 'model.most_parameters': expected a whole number",
+        ),
+        ("[hardware]", "[hardware", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    text = TRACK.read_text()
+    assert old in text
+    path = tmp_path / "track.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(BadInput) as caught:
+        read_track(path, "stdlib/cpu")
+    assert str(caught.value).startswith(str(path)) and says in str(caught.value)
+    assert str(caught.value).endswith("; correct the track's file")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("", "any hardware"),
+        ("count = 8", "8 x device"),
+        ('platform = "cpu"', "any CPU"),
+        ('kind = "H100"\ncount = 8', "8 x H100"),
+    ],
+)
+def test_the_hardware_rule_in_words(tmp_path: Path, rule: str, text: str) -> None:
+    path = tmp_path / "track.toml"
+    path.write_text(
+        TRACK.read_text().replace('[hardware]\nplatform = "cpu"', f"[hardware]\n{rule}")
+    )
+    assert read_track(path, "x").hardware() == text

@@ -1,0 +1,367 @@
+"""Detection of edited records: each edit is named by file and field, even with recomputed
+hashes."""
+
+import json
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspeed.board.records import store, verify
+from jspeed.board.records.preregistration import (
+    make_preregistration,
+    write_preregistration,
+)
+from jspeed.fields import recipe_hash
+from jspeed.record.run_json import content_hash
+
+from ..record.synthetic_runs import NOW, START, as_run, make_run, make_series, rewrite, source_of
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Three planned runs of a recipe on the board; the second took longest."""
+    folder = make_series(tmp_path / "series", [60.0, 75.0, 61.0])
+    store.add([folder], tmp_path / "records")
+    shutil.rmtree(folder)
+    return tmp_path / "records"
+
+
+def problems(records: Path, now=NOW) -> list[str]:
+    return [problem.text for problem in verify.verify(store.read(records), now)]
+
+
+def the_run(records: Path, seed: int) -> Path:
+    return next(records.rglob(f"*-s{seed}-*.json"))
+
+
+def forge(records: Path, path: Path, **changes: Any) -> Path:
+    """Change a run as somebody would who knows the rules: consistent hashes, and the name that
+    follows from them."""
+    run = json.loads(path.read_text())
+    run |= changes
+    content = json.dumps(run | {"sha256": content_hash(run)}, indent=2).encode() + b"\n"
+    path.unlink()
+    place = records / store.run_place(run, content, run["track"])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(content)
+    return place
+
+
+def only(found: list[str], path: Path, field: str, *words: str) -> None:
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{path}: field '{field}': expected "), found[0]
+    for word in words:
+        assert word in found[0], found[0]
+
+
+def test_what_was_not_touched_is_right(records: Path) -> None:
+    assert problems(records) == []
+
+
+def test_an_edited_loss(records: Path) -> None:
+    path = the_run(records, 2)
+    rewrite(path, "val_loss", value=1.35)
+    only(problems(records)[:1], path, "val_loss", "the last loss of the curve", "1.35")
+
+
+def test_an_edited_loss_with_the_curve_and_new_hashes_is_in_the_wrong_place(records: Path) -> None:
+    path = the_run(records, 2)
+    run = json.loads(path.read_text())
+    run["val_loss"] = run["curve"][-1]["val_loss"] = 1.35
+    path.write_text(json.dumps(run | {"sha256": content_hash(run)}, indent=2) + "\n")
+    found = problems(records)
+    assert f"{path} was changed, moved or renamed" in found[0] and "plan" in found[1]
+
+
+def test_an_edited_loss_in_the_middle_of_the_curve(records: Path) -> None:
+    path = the_run(records, 2)
+    rewrite(path, "curve", 1, "val_loss", value=1.5)
+    only(problems(records)[:1], path, "sha256", "one was changed")
+
+
+def test_a_dropped_slow_run(records: Path) -> None:
+    the_run(records, 2).unlink()
+    plan = next(records.rglob("plan-*.json"))
+    only(problems(records), plan, "runs[1]", "a run of stdlib with seed 2", "found none")
+
+
+def test_a_dropped_slow_run_with_its_plan(records: Path) -> None:
+    the_run(records, 2).unlink()
+    next(records.rglob("plan-*.json")).unlink()
+    found = problems(records)
+    assert len(found) == 2 and all(
+        "field 'plan.sha256': expected a plan among the records" in text for text in found
+    )
+
+
+def test_a_plan_made_anew_without_the_slow_run(records: Path) -> None:
+    plan = next(records.rglob("plan-*.json"))
+    old = json.loads(plan.read_text())
+    new = make_preregistration(
+        "seeds",
+        old["made"],
+        None,
+        [(run["recipe"], run["recipe_hash"], run["seed"]) for run in old["runs"]],
+    )
+    new["runs"].pop(1)
+    plan.write_text(json.dumps(new))
+    the_run(records, 2).unlink()
+    found = problems(records)
+    assert f"{plan}: field 'sha256': expected the hash of the other fields" in found[0]
+    assert sum("field 'plan.sha256'" in text for text in found) == 2
+
+
+def test_a_swapped_seed(records: Path) -> None:
+    path = the_run(records, 2)
+    rewrite(path, "seed", value=9)
+    only(problems(records)[:1], path, "sha256", "one was changed")
+
+
+def test_a_swapped_seed_with_new_hashes(records: Path) -> None:
+    path = forge(records, the_run(records, 2), seed=9)
+    only(problems(records), path, "seed", "expected 2, which plan-", "found 9")
+
+
+def test_two_seeds_swapped_with_new_hashes(records: Path) -> None:
+    """Nothing contradicts the two alone; another run of either seed, as anybody can make, does."""
+    paths = {seed: the_run(records, seed) for seed in (1, 2)}
+    runs = {seed: json.loads(path.read_text()) for seed, path in paths.items()}
+    for seed, path in paths.items():
+        forge(records, path, seed=3 - seed, plan=runs[3 - seed]["plan"])
+    assert problems(records) == []
+    store.add(
+        [make_run(records.parent / "again", seed=1, started=START + timedelta(days=1))], records
+    )
+    (found,) = problems(records)
+    assert "field 'seed': expected 2, because the run began in the state of" in found
+
+
+def test_a_second_config_among_the_seeds(records: Path) -> None:
+    path = the_run(records, 2)
+    other = source_of(0.2)
+    digest = recipe_hash(other, {"RATE": 0.2})
+    run = as_run(source=other, fields={"RATE": 0.2})
+    new = forge(
+        records, path, recipe_hash=digest, recipe_sha256=run["recipe_sha256"], fields={"RATE": 0.2}
+    )
+    new.with_name(f"recipe-{run['recipe_sha256'][:8]}.py").write_text(other)
+    only(problems(records), new, "recipe_hash", "which plan-", digest)
+
+
+def test_a_second_config_under_the_first_ones_hash(records: Path) -> None:
+    path = forge(records, the_run(records, 2), fields={"RATE": 0.2})
+    only(problems(records), path, "recipe_hash", "which follows from fields and source")
+
+
+def test_a_ledger_that_does_not_add_up(records: Path) -> None:
+    path = the_run(records, 1)
+    rewrite(path, "ledger", 1, "seconds", value=10.0)
+    only(problems(records)[:1], path, "timed_seconds", "the sum of the timed ledger entries")
+
+
+def test_seconds_moved_from_the_clock_into_a_pause(records: Path) -> None:
+    run = json.loads(the_run(records, 1).read_text())
+    run["ledger"][1]["seconds"] -= 20
+    run["ledger"][2]["seconds"] += 20
+    path = forge(records, the_run(records, 1), ledger=run["ledger"], timed_seconds=40.0)
+    only(problems(records)[:1], path, "curve[2].timed_seconds", "at most timed_seconds, 40.000")
+
+
+def test_a_recipe_edited_after_the_run(records: Path) -> None:
+    path = next(records.rglob("recipe-*.py"))
+    path.write_text(path.read_text() + "# and now better\n")
+    found = problems(records)
+    assert f"{path} was changed, moved or renamed" in found[0]
+    assert len(found) == 4 and all(
+        "field 'recipe_sha256': expected the recipe's source at" in text for text in found[1:]
+    )
+
+
+def test_a_recipe_edited_after_the_run_and_renamed_to_fit(records: Path) -> None:
+    path = next(records.rglob("recipe-*.py"))
+    edited = source_of(0.1, "Something better.")
+    path.unlink()
+    digest = as_run(source=edited)["recipe_sha256"]
+    (path.parent / f"recipe-{digest[:8]}.py").write_text(edited)
+    new = [forge(records, the_run(records, seed), recipe_sha256=digest) for seed in (1, 2, 3)]
+    found = problems(records)
+    assert sorted(text.split(": ")[0] for text in found) == sorted(map(str, new))
+    assert all("field 'recipe_hash'" in text for text in found)
+
+
+def test_a_data_hash_that_differs(records: Path) -> None:
+    data = json.loads(the_run(records, 2).read_text())["data"]
+    path = forge(records, the_run(records, 2), data=data | {"val_sha256": "00" * 32})
+    only(
+        problems(records),
+        path,
+        "data.val_sha256",
+        "expected dddddddddddd...",
+        "found 000000000000...",
+    )
+    shards = [data["train_shards"][0] | {"sha256": "11" * 32}]
+    path = forge(records, path, data=data | {"train_shards": shards})
+    only(problems(records), path, "data.train_shards[0].sha256", "expected c3ae961c6afb...")
+
+
+def test_a_clock_longer_than_the_wall(records: Path) -> None:
+    path = the_run(records, 1)
+    rewrite(path, "wall_seconds", value=50.0)
+    only(problems(records)[:1], path, "wall_seconds", "at least the sum of all ledger entries")
+
+
+def test_a_future_and_a_reversed_date(records: Path) -> None:
+    found = problems(records, START)
+    assert len(found) == 6 and all(
+        "a time before now, 2026-01-31T12:00:00Z" in text for text in found
+    )
+    path = forge(
+        records,
+        the_run(records, 1),
+        ended="2026-01-31T12:00:30+00:00",
+        started="2026-01-31T12:00:31+00:00",
+    )
+    only(problems(records)[:1], path, "ended", "a time after started")
+
+
+def test_a_run_from_before_its_plan(records: Path) -> None:
+    early = START - timedelta(hours=1)
+    times = {"started": early.isoformat(), "ended": (early + timedelta(seconds=80)).isoformat()}
+    path = forge(records, the_run(records, 1), **times)
+    only(problems(records), path, "started", "a time after plan-")
+
+
+def test_an_extra_run_in_a_planned_folder(records: Path) -> None:
+    run = json.loads(the_run(records, 3).read_text())
+    copy = the_run(records, 3).with_name("copy.json")
+    copy.write_text(json.dumps(run))
+    path = forge(
+        records, copy, started="2026-02-01T12:00:00+00:00", ended="2026-02-01T12:01:21+00:00"
+    )
+    only(problems(records), path, "plan.folder", "that no other run has", "3-stdlib-s3")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text[:700], "is cut short at line"),
+        (lambda text: text.replace('"val_loss": 1.3905', '"val_loss": NaN'), "field 'val_loss': \
+expected a finite"),
+        (lambda text: text.replace('"seconds": 2.0', '"seconds": Infinity'), "field \
+'ledger[2].seconds': expected a"),
+        (lambda text: text.replace('"stdlib/cpu"', '"stdlib/gpu"'), "field 'sha256': expected"),
+        (lambda text: "", "is cut short"),
+        (lambda text: "\x00", "is not JSON"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_broken(records: Path, change, says: str) -> None:
+    path = the_run(records, 2)
+    path.write_text(change(path.read_text()))
+    assert problems(records)[0].startswith(str(path)) and says in problems(records)[0]
+
+
+@pytest.mark.parametrize("kind", ["*-s2-*.json", "plan-*.json", "recipe-*.py"])
+def test_a_file_that_was_cut_is_named(records: Path, kind: str) -> None:
+    path = next(records.rglob(kind))
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 3, len(content) - 3):
+        path.write_bytes(content[:length])
+        assert any(text.startswith(f"{path}") for text in problems(records)), length
+
+
+def test_a_run_that_was_put_in_another_order_or_shortened_is_named(records: Path) -> None:
+    path = the_run(records, 2)
+    run = json.loads(path.read_text())
+    for other in (
+        dict(reversed(run.items())),
+        run | {"curve": run["curve"][1:]},
+        run | {"ledger": run["ledger"][::-1]},
+    ):
+        path.write_text(json.dumps(other, indent=2) + "\n")
+        assert problems(records)[0].startswith(f"{path}"), other.keys()
+
+
+def test_markup_in_a_name_with_new_hashes(records: Path) -> None:
+    path = the_run(records, 2)
+    run = json.loads(path.read_text()) | {"recipe": "<script>alert(1)</script>"}
+    path.write_text(json.dumps(run | {"sha256": content_hash(run)}))
+    only(
+        problems(records)[:1],
+        path,
+        "recipe",
+        "digits and . _ + -",
+        "found '<script>alert(1)</script>'",
+    )
+
+
+def test_a_state_that_is_not_the_seeds(records: Path) -> None:
+    path = forge(records, the_run(records, 2), initial_state="0" * 15 + "1")
+    only(problems(records), path, "seed", "expected 1, because the run began in the state of")
+
+
+def test_the_hash_is_that_of_fields_as_json() -> None:
+    fields = {"A": 1, "B": (1, 2), "C": "ü", "D": None, "E": 1e-10}
+    assert recipe_hash("source\n", json.loads(json.dumps(fields))) == recipe_hash(
+        "source\n", fields
+    )
+
+
+def test_a_plan_that_is_broken(records: Path) -> None:
+    plan = next(records.rglob("plan-*.json"))
+    for place, value, says in [
+        (("runs", 0, "seed"), -1, "field 'runs[0].seed': expected a whole number of 0 or more"),
+        (("runs", 0, "folder"), "../x", "field 'runs[0].folder': expected a name"),
+        (("kind",), "luck", "field 'kind': expected 'seeds' or 'race'"),
+        (
+            ("runs",),
+            [],
+            "field 'runs': expected a folder of its own for every run, found 0 runs in 0 folders",
+        ),
+        (("runs", 0, "folder"), "2-stdlib-s2", "found 3 runs in 2 folders"),
+        (("made",), "soon", "field 'made': expected a UTC time"),
+    ]:
+        content = plan.read_text()
+        rewrite(plan, *place, value=value)
+        assert says in problems(records)[0]
+        plan.write_text(content)
+    write_preregistration(plan.parent, json.loads(plan.read_text()))
+    assert "is not a record" in problems(records)[0]
+
+
+def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: Path) -> None:
+    table = {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}}
+    counts = {"parameters": 800, "active_parameters": 800, "parameter_table": table}
+    store.add(
+        [make_series(tmp_path / "series", [60.0, 75.0, 61.0], **counts)], tmp_path / "records"
+    )
+    assert problems(tmp_path / "records") == []
+    small = {
+        "parameters": 8,
+        "active_parameters": 8,
+        "parameter_table": {"head": table["head"] | {"shape": [1, 8]}},
+    }
+    path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), **small)
+    only(
+        problems(tmp_path / "records"),
+        path,
+        "parameter_table",
+        "a run of the same recipe",
+        "8 parameters",
+    )
+
+
+def test_a_second_range_that_is_another_in_another_run_on_the_same_tokens(tmp_path: Path) -> None:
+    second = {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}
+    store.add(
+        [make_series(tmp_path / "series", [60.0, 75.0, 61.0], holdout=second)], tmp_path / "records"
+    )
+    assert problems(tmp_path / "records") == []
+    path = forge(
+        tmp_path / "records",
+        the_run(tmp_path / "records", 2),
+        holdout=second | {"sha256": "cd" * 32},
+    )
+    only(problems(tmp_path / "records"), path, "holdout.sha256", "abababababab...", "cdcdcd")
