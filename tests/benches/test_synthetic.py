@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.parallel.mesh import make_mesh
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 

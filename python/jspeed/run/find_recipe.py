@@ -21,7 +21,7 @@ from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
-from jspeed.recipe_names import FOLDER, locate
+from jspeed.recipes import FOLDER, locate
 from jspeed.run.options import Options, check_steps
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
