@@ -34,7 +34,7 @@ GRACE = 30.0
 SILENT = 240.0  # seconds after which a task that says nothing is ended
 TRIES = 2  # what ended its process as often is left
 LATER = 75  # exit code: make the call again, it has more to do (EX_TEMPFAIL)
-AT_ONCE = 2 if TOY else 5  # processes
+AT_ONCE = 2 if TOY else 8  # processes; a GPU has 16 cores beside it or more
 PIECE, PIECES = 15 * 2**20, 4  # bytes of a file of compiled programs, and their number
 
 
