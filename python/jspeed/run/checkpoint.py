@@ -147,8 +147,9 @@ class Checkpoints:
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             remove_unfinished(self._folder)
             raise BadInput(
-                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room"
-                " or choose another --run-dir, then resume from the one before with --resume"
+                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make"
+                " room, or choose another --run-dir, on a file system that can do this, then resume"
+                " from the one before with --resume"
             ) from error
 
     def _write_hashes(self) -> None:
