@@ -55,7 +55,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path):
         lambda: Lines(tmp_path / "no" / "file"),
         lambda: write_whole(tmp_path / "no" / "file", ""),
     ):
-        assert "no/file cannot be written (mkstemp: No such file or directory, ENOENT)" in said(call)
+        assert "no/file cannot be written (" in said(call)
 
 
 def test_a_pipe_is_no_file_of_lines(tmp_path):

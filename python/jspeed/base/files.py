@@ -41,7 +41,11 @@ def cache_folder() -> Path:
     remedy = "set JSPEED_CACHE to a folder you can write to"
     try:
         own = os.environ.get("JSPEED_CACHE")
-        folder = Path(own or platformdirs.user_cache_dir("jspeed", appauthor=False))
+        folder = Path(
+            os.path.expanduser(own)
+            if own
+            else platformdirs.user_cache_dir("jspeed", appauthor=False)
+        )
     except RuntimeError:
         own, folder = None, Path()
     if not own and not folder.is_absolute():
@@ -238,6 +242,8 @@ PLACEHOLDERS = {
     rb'\{"url": ?"https://docs\.google\.com/': "a shortcut of Google Drive; export it there",
 }
 LONGEST_PLACEHOLDER = 1024  # bytes
+# HellaSwag and MMLU; dev/data/data_common.py of karpathy/llm.c
+EVALUATION_OF_LLM_C = (20240522).to_bytes(4, "little")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -277,6 +283,11 @@ def what_instead(path: str | os.PathLike[str]) -> str | None:
             head = file.read(LONGEST_PLACEHOLDER)
     except OSError as error:
         return error.strerror
+    if head.startswith(EVALUATION_OF_LLM_C):
+        return (
+            "it is an evaluation file of llm.c, no shard: keep it elsewhere; jspeed evaluate takes"
+            " hellaswag_val.jsonl"
+        )
     if head and not head.strip(b"\0"):
         return "it begins with zeros only: a stub of a cloud drive, or never written"
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()

@@ -359,6 +359,8 @@ def _silence_orbax() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     usual = sys.unraisablehook
+    if getattr(usual, "__module__", None) == __name__:
+        return
 
     def hook(what: "sys.UnraisableHookArgs") -> None:
         # writes that end when another one has failed
