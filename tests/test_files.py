@@ -165,7 +165,7 @@ def test_json_of_any_depth_is_json_or_not(tmp_path):
 
 def test_a_written_file_has_the_mode_that_the_umask_allows(tmp_path):
     code = (
-        "from pathlib import Path; from jspeed import files;"
+        "from pathlib import Path; from jspeed.base import files;"
         f" files.write_whole(Path({str(tmp_path / 'f')!r}), '')"
     )
     for umask, mode in ((0o077, 0o600), (0o022, 0o644)):
