@@ -145,8 +145,9 @@ def work(shards: Shards, steps: int) -> Iterator[Row]:
 def small(shards: Shards, count: int) -> Iterator[Row]:
     """CPU microseconds of the process, all threads, for a batch of 32 lanes of 1,024 tokens."""
     options: dict[str, Any] = {"lanes": 32, "lane_len": 1024, "bos_id": BOS, "epochs": None}
-    packed = {"align": "bos", "max_doc_len": 1024, "max_docs": 64}
-    for name, more, below in ("contiguous", {}, 20), ("of documents", packed, 30):
+    packed: dict[str, Any] = {"align": "bos", "max_doc_len": 1024, "max_docs": 64}
+    contiguous: dict[str, Any] = {}
+    for name, more, below in ("contiguous", contiguous, 20), ("of documents", packed, 30):
         took = []
         for _ in range(5):
             with TokenLoader(shards, **options, **more) as loader:
