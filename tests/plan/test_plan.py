@@ -122,6 +122,9 @@ def test_numbers(plan):
     )
     assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
     assert plan["fitted_seconds"] == pytest.approx(10 * roofline / 1e3 * predict.slowdown())
+    opinion = stage["second_opinion"]
+    assert 0 < opinion["guessed"] < opinion["seconds"]
+    assert plan["second_opinion"]["seconds"] == pytest.approx(10 * opinion["seconds"])
     assert sum(row["share"] for row in plan["bottlenecks"]) == pytest.approx(1)
     kernels = times["compute"] + times["memory"]
     assert sum(row["seconds"] for row in plan["bottlenecks"]) == pytest.approx(

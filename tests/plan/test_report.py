@@ -42,6 +42,7 @@ STAGE = {
     1.9, "launches": 0.2,
                 "empty_blocks": 5.0},
     "predicted_ms": [68.0, 97.0],
+    "second_opinion": {"seconds": 0.08, "guessed": 0.004, "empty_blocks": 0.002},
 }  # fmt: skip
 PLAN = {
     "recipe": "r29",
@@ -72,6 +73,7 @@ PLAN = {
     "predicted_step_ms": [69.0, 99.0],
     "predicted_seconds": [115.0, 165.0],
     "fitted_seconds": 140.0,
+    "second_opinion": {"seconds": 130.0, "guessed": 7.0, "empty_blocks": 6.6},
     "bottlenecks": [],
     "predicted_cost": {"currency": "USD", "per_device_hour": 3.0, "low": 0.77, "high": 1.1},
     "findings": [

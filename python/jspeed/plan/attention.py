@@ -15,10 +15,10 @@ import math
 import re
 from typing import NamedTuple
 
-from jspeed.fields import Stage
 from jspeed.plan.hlo import Instruction
 from jspeed.plan.schema import Kind
 from jspeed.record.sizes import mean_context
+from jspeed.stage import Stage
 
 CUDNN: dict[str, Kind] = {
     "__cudnn$fmhaSoftmax": "attention_forward",
@@ -76,6 +76,15 @@ class Call(NamedTuple):
         return f"{way}, {what}, {self.heads} heads of {self.width}, window {self.window or 'none'}"
 
 
+class Seen(NamedTuple):
+    """What a call computes where it computes whole tiles of scores."""
+
+    width: int  # of a head
+    keys: float  # of a query, in the tiles that it visits
+    flops: float  # of those tiles
+    backward: bool
+
+
 class Blocks(NamedTuple):
     """What a call computes of a kernel that computes whole blocks."""
 
@@ -115,6 +124,21 @@ def flops_of(op: Instruction, max_doc_len: int | None) -> float:
         lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
         seen = mean_context(lane, int(config["sliding_window_length"]) or None)
     return MATMULS[CUDNN[op.target]] * 2 * batch * heads * queries * seen * width
+
+
+def seen_of(op: Instruction, flops: float, max_doc_len: int | None) -> Seen | None:
+    """What a call of cuDNN's attention with these exact ``flops`` computes, in whole tiles; None of
+    other kernels."""
+    if op.target not in CUDNN:
+        return None
+    call = call_of(op)
+    document = min(call.length, max_doc_len or call.length) if call.packed else call.length
+    window = call.window or call.length
+    pairs = _pairs(False, call.length, document, window, TILE, TILE) if call.causal else 0
+    keys = pairs * TILE**2 / call.length if call.causal else call.length
+    rows = call.documents // int(_fmha(op)["max_seg_per_batch"])
+    exact = 2 * MATMULS[CUDNN[op.target]] * rows * call.heads * call.length * call.width
+    return Seen(call.width, keys, max(flops, exact * keys), call.backward)
 
 
 def call_of(op: Instruction) -> Call:

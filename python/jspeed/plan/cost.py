@@ -24,6 +24,12 @@ FREE = frozenset(
 PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
 # of model/kernels/row_sums.py, which changes some rows of a table in place
 ROW_ADAM = 'name = "row_adam"'
+# How many results of the special function units an operation takes; a guess for those that XLA
+# writes out (tanh and logistic: an exponential and a division each).
+SPECIAL = {
+    "divide": 1, "exponential": 1, "exponential-minus-one": 1, "log": 1, "log-plus-one": 1,
+    "logistic": 2, "power": 2, "rsqrt": 1, "sqrt": 1, "tanh": 2,
+}  # fmt: skip
 ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply"
     " negate or power rsqrt select sine sqrt subtract tanh".split()
@@ -45,6 +51,8 @@ class Kernel(NamedTuple):
     collective: Collective | None = None
     waited_at: int = 0  # of a collective: index of the first kernel that waits for it
     empty_blocks: int = 0  # thread blocks that find nothing to do
+    seen: attention.Seen | None = None  # of attention by cuDNN
+    special: float = 0.0  # results of exp, log, division, ..., which few units compute
 
 
 @lru_cache(hlo.PROGRAMS)
@@ -159,14 +167,25 @@ def _kernel(
         )
         moved += attention.read_again(op) - attention.workspace(op)
         return Kernel(
-            kind, flops, moved, dtype, (), runs, op, empty_blocks=attention.empty_blocks(op)
-        )
+            kind, flops, moved, dtype, (), runs, op, empty_blocks=attention.empty_blocks(op),
+            seen=attention.seen_of(op, flops, max_doc_len),
+        )  # fmt: skip
     flops, dims, dtype = _matmul(op, operands, computations)
     if flops:
         return Kernel(
             "fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, runs, op
         )
-    return Kernel("fusion" if op.opcode == "fusion" else "other", 0.0, moved, "", (), runs, op)
+    kind = "fusion" if op.opcode == "fusion" else "other"
+    return Kernel(kind, 0.0, moved, "", (), runs, op, special=_special(op, computations))
+
+
+def _special(op: Instruction, computations: Computations) -> float:
+    """Results of special functions in an operation, or in all that is fused into it."""
+    own = SPECIAL.get(op.opcode, 0) * math.prod(op.arrays[0].dims) if op.arrays else 0
+    if op.opcode != "fusion":
+        return own
+    inside = (inner for name in op.calls for inner in computations.get(name, {}).values())
+    return own + sum(_special(inner, computations) for inner in inside)
 
 
 def _matmul(

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
-from jspeed.fields import Stage
 from jspeed.plan import attention, hlo, predict
 from jspeed.plan.compile import (
     Step,
@@ -16,10 +15,12 @@ from jspeed.plan.compile import (
     read_step,
 )
 from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.measured import second_opinion
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
 from jspeed.plan.target import DataSheet, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
+from jspeed.stage import Stage
 
 
 def describe_stage(
@@ -28,6 +29,7 @@ def describe_stage(
     """One stage of the plan, or one of a stage's programs: the ``number``-th."""
     cluster, stage, kernels = placement.cluster, step.stage, step.kernels
     total, collectives = predict.simulate(kernels, cluster)
+    opinion = second_opinion.of_step(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]
     matrices = matrices_of(recipe, stage)
     by_part: defaultdict[str, float] = defaultdict(float)
@@ -77,6 +79,7 @@ def describe_stage(
         "roofline_ms": 1e3 * total.total,
         "fitted_ms": 1e3 * total.fitted,
         "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.fitted)],
+        "second_opinion": opinion and opinion._asdict(),
     }
 
 

@@ -23,6 +23,7 @@ from jspeed.plan.compile import (
 )
 from jspeed.plan.cudnn import ask as cudnn
 from jspeed.plan.describe import describe_stage
+from jspeed.plan.measured import second_opinion
 from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, Target, pretend
@@ -108,6 +109,7 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
         "fitted_seconds": sum(s["steps"] * s["fitted_ms"] for s in stages) / 1e3,
+        "second_opinion": second_opinion.of_run((s["steps"], s["second_opinion"]) for s in stages),
         "bottlenecks": predict.bottlenecks(
             [(step.stage.steps, step.kernels) for step in steps], cluster
         ),

@@ -9,7 +9,7 @@ peak FLOP/s or of bandwidth + exposed communication + launch gaps; predicted tim
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jspeed.plan import hlo
@@ -173,13 +173,19 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 
 def simulate(
-    kernels: Sequence[Kernel], cluster: Cluster
+    kernels: Sequence[Kernel],
+    cluster: Cluster,
+    time: Callable[[Kernel, Cluster], tuple[float, float]] | None = None,
+    send: Callable[[Collective, Cluster], float] | None = None,
 ) -> tuple[Times, dict[int, tuple[float, float]]]:
     """Simulate the schedule with a compute stream and a communication stream.
 
     Returns the sums and, by the index of each collective in ``kernels``, (its seconds, its exposed
-    seconds). A loop is one pass through its body, stretched by how often it runs.
+    seconds). A loop is one pass through its body, stretched by how often it runs. ``time`` and
+    ``send`` stand for :func:`kernel_seconds` and :func:`collective_seconds`.
     """
+    time = time or (lambda kernel, at: kernel_seconds(kernel, at.target.data_sheet))
+    send = send or collective_seconds
     now = compute = memory = communication = exposed = 0.0
     free = 0.0  # when the last collective is done
     ends: dict[int, float] = {}
@@ -198,12 +204,12 @@ def simulate(
             break
         kernel = kernels[index]
         if kernel.collective:
-            takes = kernel.runs * collective_seconds(kernel.collective, cluster)
+            takes = kernel.runs * send(kernel.collective, cluster)
             free = max(now, free) + takes
             ends[index], collectives[index] = free, (takes, 0.0)
             communication += takes
             continue
-        by_flops, by_bytes = kernel_seconds(kernel, cluster.target.data_sheet)
+        by_flops, by_bytes = time(kernel, cluster)
         takes = kernel.runs * max(by_flops, by_bytes)
         now += takes
         if by_flops > by_bytes:

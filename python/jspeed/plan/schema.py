@@ -92,6 +92,8 @@ class StagePlan(MicroBatch):
     # what is predicted: the roofline by the fit to published times, and empty blocks
     fitted_ms: Milliseconds
     predicted_ms: MillisecondRange
+    # by measured rates, with nothing fitted, and the share of it that is a guess; None: no table
+    second_opinion: dict[str, float] | None  # :class:`jspeed.plan.measured.second_opinion.Opinion`
 
 
 class BottleneckRow(TypedDict):
@@ -164,6 +166,7 @@ class Plan(TypedDict):
     predicted_step_ms: MillisecondRange  # the mean over all steps
     predicted_seconds: list[Seconds]  # low and high, of the run
     fitted_seconds: Seconds  # of the run
+    second_opinion: dict[str, float] | None  # of the run, as of a stage
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
     # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked

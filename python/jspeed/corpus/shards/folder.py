@@ -5,6 +5,7 @@ llm.c. Documents may span shards. Output is deterministic.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed._dataloader import HEADER_BYTES, header
-from jspeed.base.files import sha256_of, sync, write_whole
+from jspeed.base.files import sha256_of, write_whole
 from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
 from jspeed.data.manifest import (
     SPLITS,
@@ -155,7 +156,7 @@ def _sealed(split: Split, shard: _OpenShard) -> Shard:
     with open(path, "r+b") as file:
         file.write(header(shard.tokens, shard.wide))
         file.flush()
-        sync(file)
+        os.fsync(file.fileno())
     return {
         "name": path.name,
         "split": split,

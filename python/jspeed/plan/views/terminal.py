@@ -49,6 +49,13 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
         f" {tables.number(made['fitted_seconds'])} s), ${cost['low']:.2f} to ${cost['high']:.2f} at"
         f" ${cost['per_device_hour']:.2f} per device-hour"
     )
+    if opinion := made["second_opinion"]:
+        seconds = opinion["seconds"] + opinion["empty_blocks"]
+        guessed = (opinion["guessed"] + opinion["empty_blocks"]) / seconds
+        console.print(
+            "second opinion, by kernel times that others measured, with nothing fitted:"
+            f" {tables.number(seconds)} s; {guessed:.0%} of them are guesses"
+        )
     largest = (
         f"{row['source']}, {row['bound']}-bound: {row['seconds']:.1f} s ({row['share']:.0%})"
         for row in made["bottlenecks"][:3]

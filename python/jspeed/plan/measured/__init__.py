@@ -1,0 +1,1 @@
+"""What others measured of kernels, and a plan priced by it."""
