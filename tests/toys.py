@@ -159,7 +159,7 @@ TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
 TOYS["jspeed3"] = [
-    *TOYS["r92"],
+    *(field for field in TOYS["r92"] if not field.startswith("EVAL_CHUNK")),
     "COPY=271",
     "POINTER_WIDTH=4",
     "POINTER_WINDOWS=(16,12)",

@@ -206,14 +206,20 @@ class Recipe:
     ``RECIPE``.
 
     ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT,
-    targets_BT, weights_BT, ctx)`` returns the weighted sum of the token losses, or another training
-    objective (a differentiable scalar), and the losses themselves ``[B, T]`` in nats (fp32, no
-    gradient). In training both may be estimates by a sampled softmax: ``train_loss`` is then an
-    estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax transformation over the
-    whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
-    number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in
-    rows of ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are
-    given. A run sets ``eval_max_doc_len``, their longest document in tokens, by its data.
+    targets_BT, weights_BT, ctx)`` is for training alone: it returns the weighted sum of the token
+    losses, or another training objective (a differentiable scalar), and the losses themselves
+    ``[B, T]`` in nats (fp32, no gradient). Both may be estimates by a sampled softmax:
+    ``train_loss`` is then an estimate too. ``val_loss`` never is: the trainer computes it from
+    logits (:mod:`jspeed.run.compute.score`). With a large vocabulary give ``hidden(params,
+    tokens_BT, ctx)``, a tree of arrays ``[B, T, ...]``, and ``logits(params, hidden_Bt, ctx)``, the
+    logits ``[B, t, V]`` of any ``t`` of its tokens; ``forward`` is then one after the other.
+    ``pointer(params, hidden, tokens_BT, ctx)`` returns the id that stands for copying and the
+    arguments of :func:`jspeed.model.pointer.copies` but for the targets. ``optimizer()`` returns an
+    optax transformation over the whole parameter tree. The global batch is ``lanes`` rows of
+    ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first ``eval_tokens``
+    tokens of the validation shards in rows of ``eval_len``, with ``eval_windows`` instead of the
+    last stage's windows if they are given. A run sets ``eval_max_doc_len``, their longest document
+    in tokens, by its data.
 
     ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or
     ``attention_widths`` of each layer. ``alike``: all layers are the same function, applied by
@@ -259,6 +265,9 @@ class Recipe:
     keep_norm: tuple[str, ...] = ()
     canonical: bool = False
     retrieval: Retrieval | None = None
+    hidden: Callable[..., Any] | None = None
+    logits: Callable[..., jax.Array] | None = None
+    pointer: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
 
     @property
     def lazy(self) -> tuple[str, ...]:

@@ -296,9 +296,14 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     return rms_norm(blend((1, x_BTD), *zip(c, added, strict=False)))
 
 
-def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
-    return softcap(fp8.matmul(hidden(params, tokens_BT, ctx), params["head"], None), CAP)
+    return softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return the logits of every position."""
+    return logits(params, hidden(params, tokens_BT, ctx), ctx)
 
 
 def loss(
@@ -378,6 +383,8 @@ RECIPE = Recipe(
     parameters=PARAMETERS,
     forward=forward,
     loss=loss,
+    hidden=hidden,
+    logits=logits,
     optimizer=optimizer,
     stages=STAGES,
     lanes=LANES,

@@ -51,7 +51,7 @@ def test_add_show_verify(records: Path, tmp_path: Path) -> None:
     verified = script("verify", "--records", records)
     assert (
         verified.returncode == 0
-        and "2 runs, 1 plans, 1 recipes, 0 tracks; all numbers verified" in verified.stdout
+        and "2 runs, 1 plans, 1 recipes, 0 tracks; all files agree" in verified.stdout
     )
 
     path = next(records.rglob("*-s2-*.json"))

@@ -323,7 +323,7 @@ def test_two_real_runs_of_a_plan(tmp_path):
     ((code, out, _),) = ended(
         [start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")]
     )
-    assert code == 0 and "all numbers verified" in out
+    assert code == 0 and "all files agree" in out
 
 
 def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path, monkeypatch):

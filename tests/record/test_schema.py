@@ -38,8 +38,27 @@ RUN |= {
     "gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []},
     "resumed": [],
 }
+HELD = {"program": "step", "shape": [100], "dtype": "float32", "numbers": 100}
+RUN |= {
+    "code": {"modules": 100, "sha256": "ab" * 32, "extension": "cd" * 32},
+    "unread": {"tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395},
+    "carried": {"numbers": {"step": 120}, "arrays": [HELD], "calls": []},
+    "probes": RUN["probes"] | {"stream_repeats": {"passed": True}},
+    "weighted": False,
+}
 RUN |= {"sha256": content_hash(RUN)}
-OPTIONAL = {"holdout", "retrieval", "kernels", "head_chunk", "remat", "parameter_table"}
+OPTIONAL = {
+    "code",
+    "unread",
+    "carried",
+    "weighted",
+    "holdout",
+    "retrieval",
+    "kernels",
+    "head_chunk",
+    "remat",
+    "parameter_table",
+}
 
 
 def changed(place: str, value: object) -> dict:

@@ -13,7 +13,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.run import setup
 from jspeed.run.clock import Clock
-from jspeed.run.compute import device, program
+from jspeed.run.compute import device, program, side_by_side
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -27,9 +27,9 @@ GPU = device.Device("gpu", "cudnn", "native", 65_536)
 CPU = device.Device("cpu", "xla", "emulated", 512)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(GPU, program.GPU_COMPILES), (CPU, 4)])
+@pytest.mark.parametrize(("kind", "most"), [(GPU, side_by_side.GPU_COMPILES), (CPU, 4)])
 def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
-    monkeypatch.setattr(program, "cores", lambda: 4)
+    monkeypatch.setattr(side_by_side, "cores", lambda: 4)
     together = threading.Barrier(most)
     lock = threading.Lock()
     running = []
@@ -44,7 +44,7 @@ def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
             running.remove(job)
         return job
 
-    assert program.compile_all(one, range(2 * most), kind) == list(range(2 * most))
+    assert side_by_side.compile_all(one, range(2 * most), kind) == list(range(2 * most))
     assert max(seen) == most
 
 
@@ -58,20 +58,20 @@ def test_what_runs_out_of_memory_beside_others_is_compiled_again_alone():
             raise FULL
         return job
 
-    assert program.compile_all(one, [0, 1, 2], GPU) == [0, 1, 2]
+    assert side_by_side.compile_all(one, [0, 1, 2], GPU) == [0, 1, 2]
     assert (1, True) in calls and [job for job, _ in calls].count(1) == 2
 
     def never(job, _):
         raise FULL
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        program.compile_all(never, [0, 1], GPU)
+        side_by_side.compile_all(never, [0, 1], GPU)
 
     def broken(job, _):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        program.compile_all(broken, [0, 1], GPU)
+        side_by_side.compile_all(broken, [0, 1], GPU)
 
 
 def test_the_first_error_ends_the_other_jobs():
@@ -84,7 +84,7 @@ def test_the_first_error_ends_the_other_jobs():
         told.append(stop.wait(timeout=60))
 
     with pytest.raises(BadInput, match="too large"):
-        program.compile_all(one, range(24), GPU)
+        side_by_side.compile_all(one, range(24), GPU)
     # Each of two workers may have taken one more before the rest was cancelled.
     assert len(begun) <= 4 and all(told)
 

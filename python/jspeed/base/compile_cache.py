@@ -19,14 +19,16 @@ WARNED = r"Error (reading|writing) persistent compilation cache entry for '(.*?)
 SUFFIX = "-cache"
 
 
-def use_compile_cache() -> None:
+def use_compile_cache(planned: bool = False) -> None:
     """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR
-    says where.
+    says where. A ``planned`` run, which may become a record, compiles all of its own: what lies in
+    a folder under the right name may be another program.
 
     A folder that cannot be written is read, if it is there, and one line on stderr says why. An
     entry that cannot be read, or not be written whole, is removed, with those of the programs of
     its name, and one line says so; JAX then compiles and writes new ones.
     """
+    jax.config.update("jax_enable_compilation_cache", not planned)
     least = 0.5  # seconds of compiling that are worth a file
     try:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

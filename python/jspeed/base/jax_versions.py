@@ -34,6 +34,13 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
+def literals(variables: list[Any]) -> Iterator[Any]:
+    """Yield the values of those ``variables`` of a jaxpr that are constants. JAX 0.10 to 0.12."""
+    from jax.extend.core import Literal
+
+    yield from (each.val for each in variables if isinstance(each, Literal))
+
+
 def source_line(eqn: Any) -> str:
     """Return file:line of the user's frame that made an equation; empty if unknown. JAX 0.10 to
     0.12."""

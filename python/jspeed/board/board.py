@@ -121,6 +121,7 @@ class Facts(TypedDict):
     # (step, timed seconds, validation loss) of the first that converged
     curve: list[tuple[int, float, float | None]]
     runs: list[RunLine]
+    again: list[RunLine]  # of plans that landed once it was valid: they move no number
     data: EntryData
     planned: int  # runs of this recipe in all plans of the entry
     missing: int

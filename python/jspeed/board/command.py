@@ -9,7 +9,7 @@ from typing import Annotated
 
 import jspeed
 from jspeed.base.standard_streams import interruptible, without_logs
-from jspeed.board.records import store, verify
+from jspeed.board.records import store, trust, verify
 from jspeed.board.records.preregistration import MOST_RUNS, ROUND
 from jspeed.board.records.remarks import remarks
 from jspeed.cli import repository
@@ -68,6 +68,7 @@ def add_(
 def verify_(
     record: Annotated[Path | None, Wants("RECORD", positional=True)] = None,
     records: RecordsFolder = None,
+    base: Annotated[str | None, Wants("COMMIT")] = None,
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if
     one differs.
@@ -77,6 +78,8 @@ def verify_(
     Args:
         record: Only what concerns this file, or the files under this folder (optional); without it
             everything.
+        base: Also compare with the records of this commit, such as origin/main: files are only
+            added, and new runs say what their programs carried.
     """
     if record is not None and not record.exists():
         raise BadInput(
@@ -85,6 +88,8 @@ def verify_(
     folder, own = find_records(records)
     loaded = store.read(folder)
     problems = verify.verify(loaded, now())
+    if base is not None:
+        problems += trust.append_only(loaded, base)
     if own and not problems:
         from jspeed.board import history, judge
         from jspeed.board.views import readme
@@ -108,9 +113,7 @@ def verify_(
         ]
     for problem in problems:
         print(problem.text)
-    print(
-        f"{subject}; {len(problems)} problems" if problems else f"{subject}; all numbers verified"
-    )
+    print(f"{subject}; {len(problems)} problems" if problems else f"{subject}; all files agree")
     return 1 if problems else 0
 
 

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jspeed.board import formatting, stats
 from jspeed.board.board import (
@@ -31,9 +31,11 @@ from jspeed.board.board import (
     spread,
 )
 from jspeed.board.parents import Rounds, compare_with_parent, rounds
+from jspeed.board.records.landing import landed
 from jspeed.board.records.same_data import DataSet, data_of_track, data_sets
 from jspeed.board.records.store import Records, Row
 from jspeed.board.records.track import Track, track_without_rules
+from jspeed.board.records.trust import FEWEST_RUNS, unfair
 from jspeed.record.schema import Run, shards_of
 
 
@@ -98,7 +100,7 @@ def judged_track(records: Records, runs: TrackRuns, raced: Rounds) -> BoardTrack
     groups: dict[tuple[Hashable, ...], list[Row]] = defaultdict(list)
     for row in runs.rows:
         groups[entry_key(row, runs.sets[row.path], track)].append(row)
-    facts = [facts_of(records, runs, rows) for rows in groups.values()]
+    facts = [official(records, runs, rows) for rows in groups.values()]
     counted = [losses(each["runs"]) for each in facts if each["counted"]]
     sigma = track.rules.get("significance.sigma") or stats.pooled_sigma(counted)
     return {
@@ -110,6 +112,24 @@ def judged_track(records: Records, runs: TrackRuns, raced: Rounds) -> BoardTrack
         "hardware": track.hardware(),
         "entries": ranked([judge(each, track, sigma) for each in facts], track, raced, sigma),
     }
+
+
+def official(records: Records, runs: TrackRuns, rows: Sequence[Row]) -> Facts:
+    """Return the facts of an entry: of its plans in the order in which they landed, until it is
+    valid.
+
+    Whoever runs a recipe again afterwards, on a slow or a fast machine, reproduces it and moves
+    nothing.
+    """
+    plans = plans_in_order(records, rows)
+    chosen: list[Row] = []
+    for of_plan in plans:
+        chosen += of_plan
+        facts = facts_of(records, runs, chosen)
+        if judge(facts, runs.track, runs.track.rules.get("significance.sigma"))["valid"]:
+            break
+    again = [row for of_plan in plans for row in of_plan if row not in chosen]
+    return {**facts, "again": [run_line(records, row) for row in again]}
 
 
 def ranked(
@@ -173,6 +193,11 @@ def converged(run: Run) -> bool:
     return run["val_loss"] is not None
 
 
+def failed_runs(runs: Sequence[Run]) -> int:
+    """Return how many of ``runs`` did not converge."""
+    return sum(not converged(run) for run in runs)
+
+
 def of_unknown_data(run: Run) -> bool:
     """Whether a run has a loss, and no hashes that say on what data."""
     return converged(run) and shards_of(run) is None
@@ -212,7 +237,7 @@ def facts_of(records: Records, of_track: TrackRuns, rows: Sequence[Row]) -> Fact
         "wall_seconds": fmean(run["wall_seconds"] for run in runs),
         "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in
         example["curve"]],
-        "runs": lines,
+        "runs": lines, "again": [],
         "data": {
             "val_sha256": data.val_sha256, "train_sha256": data.shards[0] if data.shards else None,
             "number": numbers.index(id(data)) + 1, "of_track": of_track.difference(rows[0]) is None,
@@ -238,6 +263,29 @@ def run_line(records: Records, row: Row) -> RunLine:
         "weights": next((kept for kept in records.weights.values() if kept["run"] ==
         run["sha256"]), None),
     }  # fmt: skip
+
+
+def plans_in_order(records: Records, rows: Sequence[Row]) -> list[list[Row]]:
+    """Return ``rows``, the runs of one entry, plan by plan in the order in which these landed, or
+    were made where git does not say.
+
+    A race is of its challenger: its other side's runs are left out where they are of a recipe with
+    a plan of its own.
+    """
+    by_plan: dict[str | None, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_plan[row.plan and row.plan["sha256"]].append(row)
+    own: dict[tuple[Any, ...], list[Row]] = {}
+    lent: dict[tuple[Any, ...], list[Row]] = {}
+    for digest, of_plan in by_plan.items():
+        known = records.plans.get(digest or "")
+        first = known and known.plan["runs"][0]["recipe_hash"]
+        aside = known and known.plan["kind"] == "race" and first == of_plan[0].run["recipe_hash"]
+        moment = landed(records.folder, known.path) if known else math.inf
+        order = moment, known.plan["made"] if known else of_plan[0].run["started"]
+        (lent if aside else own)[order, digest] = of_plan
+    plans = own or lent
+    return [plans[key] for key in sorted(plans, key=lambda key: key[0])]
 
 
 class Planned(NamedTuple):
@@ -304,6 +352,12 @@ def reasons(
         )
     if not track.fits(runs[-1]["devices"]):
         yield f"the track asks for {track.hardware()}"
+    if track.ruled:
+        yield from dict.fromkeys(why for run in runs for why in unfair(run, track))
+        if all("carried" in run for run in runs) and len(runs) - failed_runs(runs) < FEWEST_RUNS:
+            yield f"{len(runs) - failed_runs(runs)} runs converged, fewer than {FEWEST_RUNS}"
+        if any("carried" in run and run["status"] == "interrupted" for run in runs):
+            yield "a planned run was interrupted; resume it"
     for rule in (track.too_large, track.retrieves, track.no_holdout):
         if broken := next(filter(None, map(rule, runs)), None):
             yield broken
@@ -322,7 +376,7 @@ def reasons(
         yield "a run was resumed; its time is incomplete"
     if any(run["git"]["dirty"] is not False for run in runs):
         yield "the code was not a clean commit"
-    failed = sum(not converged(run) for run in runs)
+    failed = failed_runs(runs)
     if failed > (track.rules.get("significance.failures") or 0):
         yield f"{failed} runs did not converge"
 

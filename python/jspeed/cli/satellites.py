@@ -33,6 +33,10 @@ COMMANDS = {  # name: module, whose COMMAND it is, and what it does
         "jspeed.board.command",
         "Add runs, check every number, show the board, compare, race and reproduce recipes",
     ),
+    "audit": (
+        "jspeed.inference.commands.audit",
+        "Score a run's parameters again, with probes drawn anew",
+    ),
     "sample": ("jspeed.inference.commands.sample", "Generate text from a trained model"),
     "evaluate": ("jspeed.inference.commands.evaluate", "Measure a trained model on unseen text"),
     "export": ("jspeed.inference.commands.export", "Export a trained model as safetensors"),

@@ -24,6 +24,7 @@ from jspeed.inference.gpt2 import (
     is_gpt2,
 )
 from jspeed.recipe import Context, Recipe, init_parameters
+from jspeed.run.evidence.foreign_code import allow
 from jspeed.run.export import FILE, LEFT_OUT, OWN, fitted, load
 from jspeed.run.find_recipe import LoadedRecipe, find
 
@@ -62,9 +63,10 @@ def _check(config: Any) -> None:
     check_json(config, GPT2Config if is_gpt2 else OwnConfig)
 
 
-def find_trained(folder: Path, config: Mapping[str, Any]) -> LoadedRecipe:
+def find_trained(folder: Path, config: Mapping[str, Any], trust: bool = False) -> LoadedRecipe:
     """Return the recipe of the model in ``folder``, whose ``config`` was read: its own copy, or
-    gpt2 of its size."""
+    gpt2 of its size. Its own copy runs where it is jspeed's, was trained here, or with ``trust``
+    (:mod:`jspeed.run.evidence.foreign_code`)."""
     if config.get("model_type") == "gpt2":
         return find("gpt2", [*gpt2_sets(config), "COMPUTE=float32"])
     source = folder / "recipe.py"
@@ -72,6 +74,7 @@ def find_trained(folder: Path, config: Mapping[str, Any]) -> LoadedRecipe:
         raise BadInput(
             f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed"
         )
+    allow(source, trust)
     overrides = config.get("overrides", {})
     sets = [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()]
     loaded = find(

@@ -66,13 +66,14 @@ class Model:
         return tokenizer_of(self.facts, self.folder)
 
 
-def load_model(path: Path, mesh: Mesh | None = None) -> Model:
+def load_model(path: Path, mesh: Mesh | None = None, trust: bool = False) -> Model:
     """Load a run directory (its final parameters, where large tables are left out the checkpoint of
     its last step, where there are none its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
     The parameters are on ``mesh`` (default: this process's first device), sharded by the default
-    layout. Raises BadInput with what is there and what was expected.
+    layout. Its recipe.py runs where :func:`jspeed.run.evidence.foreign_code.allow` lets it, or with
+    ``trust``. Raises BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, find_devices(local=True)[:1])
     if not path.is_dir():
@@ -86,7 +87,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     if at.name.isdecimal() and at.parent.name == "checkpoints":
         step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
-    loaded = find_trained(run_dir, config)
+    loaded = find_trained(run_dir, config, trust)
     facts = facts_of(run_dir, config, loaded.recipe)
     _, shardings = state_shardings(loaded.recipe, DEFAULT_LAYOUT, mesh)
     metadata = metadata_of(path / FILE)

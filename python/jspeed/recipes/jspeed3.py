@@ -174,7 +174,6 @@ EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 EVAL_POINTER_WINDOW = 8192  # tokens
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 STEPS, moved = shortened(
     LENGTH, STEPS, (SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS[0], COOLDOWN), period=4
@@ -522,11 +521,16 @@ def pointing(
     return found | {"documents": find_documents(tokens_BT, BOS), "window": window}
 
 
+def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """Return softcapped fp32 logits ``[B, T, V]`` of what is written; COPY stands for copying."""
+    return softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
+
+
 def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return fp32 logarithms of probabilities ``[B, T, V]``."""
     x_BTD = hidden(params, tokens_BT, ctx)
-    logits_BTV = softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
-    return pointer.log_probabilities(logits_BTV, COPY, **pointing(params, x_BTD, tokens_BT, ctx))
+    where = pointing(params, x_BTD, tokens_BT, ctx)
+    return pointer.log_probabilities(logits(params, x_BTD, ctx), COPY, **where)
 
 
 def loss(
@@ -536,30 +540,23 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
-    over a lane, and both are over a part of the vocabulary until the last stages."""
+    """Return (weighted sum of all targets' losses over a lane, loss of every token in nats), both
+    over a part of the vocabulary until the last stages."""
     scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
-    score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
+    head = partial(fp8.head, scales=scales)
+    score = partial(cross_entropy, head, cap=CAP, kept_at=kept_at, chunk=ctx.head_chunk)
 
     def copied(x_BTD: jax.Array) -> Copies:
-        rest = pointing(params, x_BTD, tokens_BT, ctx) | {
-            "own_kernels": ctx.use_own_kernel(OWN_KERNELS, "pointer")
-        }
-        return pointer.copies(COPY, targets_BT=targets_BT, **rest)
+        kernels = ctx.use_own_kernel(OWN_KERNELS, "pointer")
+        where = pointing(params, x_BTD, tokens_BT, ctx)
+        return pointer.copies(COPY, targets_BT=targets_BT, own_kernels=kernels, **where)
 
-    if not ctx.training:
-        x_BTD = hidden(params, tokens_BT, ctx)
-        return score(
-            params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, copies=copied(x_BTD)
-        )
-    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over
-    # a lane.
+    # FP8 scales, Adam's epsilon and its memory of smaller batches are for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    score = partial(score, chunk=ctx.head_chunk)
     lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
     if columns >= VOCAB:
         x_BTD = hidden(params, tokens_BT, ctx)
@@ -685,6 +682,9 @@ RECIPE = Recipe(
     parameters=PARAMETERS,
     forward=forward,
     loss=loss,
+    hidden=hidden,
+    logits=logits,
+    pointer=lambda params, *rest: (COPY, pointing(params, *rest)),
     optimizer=optimizer,
     stages=STAGES,
     lanes=LANES,

@@ -113,9 +113,14 @@ def head(embed_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
     return fp8.matmul(x_BTD, embed_VD, None)
 
 
-def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Return fp32 logits ``[B, T, V]``."""
-    return softcap(head(params["embed"], hidden(params, tokens_BT, ctx)), None)
+    return softcap(head(params["embed"], x_BTD), None)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return the logits of every position."""
+    return logits(params, hidden(params, tokens_BT, ctx), ctx)
 
 
 def loss(
@@ -161,6 +166,8 @@ RECIPE = Recipe(
     parameters=PARAMETERS,
     forward=forward,
     loss=loss,
+    hidden=hidden,
+    logits=logits,
     optimizer=optimizer,
     stages=STAGES,
     lanes=LANES,

@@ -132,9 +132,14 @@ def head(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
     return fp8.matmul(x_BTD, params["head"], None) + params["head_bias"][None, None]
 
 
-def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
-    return softcap(head(params, hidden(params, tokens_BT, ctx)), CAP)
+    return softcap(head(params, x_BTD), CAP)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return the logits of every position."""
+    return logits(params, hidden(params, tokens_BT, ctx), ctx)
 
 
 def loss(
@@ -207,6 +212,8 @@ RECIPE = Recipe(
     parameters=PARAMETERS,
     forward=forward,
     loss=loss,
+    hidden=hidden,
+    logits=logits,
     optimizer=optimizer,
     stages=STAGES,
     lanes=LANES,

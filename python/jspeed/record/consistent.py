@@ -15,13 +15,14 @@ from jspeed.record.schema import Run, count_parameters
 
 PROBES = {  # what each probe, a validity check of a trained model, ensures
     "causality": "a loss does not depend on later tokens",
-    "normalisation": "the loss is a log-softmax over the whole vocabulary",
+    "normalisation": "the loss is a log-softmax over the whole vocabulary of forward's logits",
     "evaluation_leaves_state": "evaluation changes no parameter and no optimizer state",
     "evaluation_repeats": "evaluating again gives the same loss",
     "evaluation_stays_on_device": "evaluation calls nothing on the host",
     "replicas_agree": "devices hold equal copies of parameters and optimizer state",
     "warm_up_leaves_state": "the clock started from a fresh state",
     "no_overlap": "the training data do not hold the validation data",
+    "stream_repeats": "the shards at the end hold the tokens that were trained on",
 }
 # tolerance in seconds between wall_seconds and ended - started, which have a resolution of 1 s
 SLACK = 5.0
@@ -133,6 +134,7 @@ def _verdict(run: Run) -> None:
     for name in PROBES:
         # the field and the probe came together
         older = name == "replicas_agree" and "kernels" not in run
+        older |= name == "stream_repeats" and "carried" not in run
         if name not in run["probes"] and not older:
             raise _wrong(f"probes.{name}", "a verdict", "no such field")
     reached = (

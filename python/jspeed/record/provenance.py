@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -17,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.base.cores import cores
+from jspeed.base.files import sha256_of
 from jspeed.errors import type_and_line
-from jspeed.record.schema import Devices, Git, Gpus, PlaceInPlan, Versions
+from jspeed.record.schema import Code, Devices, Git, Gpus, PlaceInPlan, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xxHash's primes)
@@ -36,6 +38,7 @@ class StartEvidence:
     initial_checksum: str
     after_warm_up: str
     git: Git
+    code: Code
     gpus: list[dict[str, Any]] | None
     plan: PlaceInPlan | None
 
@@ -47,6 +50,7 @@ class Provenance(TypedDict):
     versions: Versions
     xla_flags: str
     git: Git
+    code: Code
     machine: str | None
     gpus: Gpus | None
     container: str | None
@@ -60,6 +64,7 @@ def collect(start: StartEvidence) -> Provenance:
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "git": start.git,
+        "code": start.code,
         "machine": machine(),
         "gpus": gpu_facts(start.gpus),
         # the digest of its image, from whoever started it
@@ -107,6 +112,21 @@ def git(folder: Path = PACKAGE) -> Git:
         "commit": _git(folder, "rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status) or unseen,
     }
+
+
+def code() -> Code:
+    """Hash the files of jspeed's modules that are loaded now, and its extension."""
+    digest, count = hashlib.sha256(), 0
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    extension = ""
+    for name, path in sorted(files.items()):
+        if path and name.partition(".")[0] == "jspeed":
+            each = sha256_of(Path(path))
+            digest.update(f"{name} {each}\n".encode())
+            count += 1
+            if name == "jspeed._dataloader":
+                extension = each
+    return {"modules": count, "sha256": digest.hexdigest(), "extension": extension}
 
 
 def why_no_commit(found: Git, folder: Path = PACKAGE) -> str | None:

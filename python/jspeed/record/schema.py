@@ -89,6 +89,14 @@ class Git(TypedDict):
     dirty: bool | None  # tracked files differed from it
 
 
+class Code(TypedDict):
+    """The files that Python had loaded of jspeed when the run was set up."""
+
+    modules: AtLeastOne
+    sha256: str  # of the name and the SHA-256 of each
+    extension: str  # SHA-256 of jspeed._dataloader
+
+
 class Shard(TypedDict):
     """A shard that a run read from."""
 
@@ -122,6 +130,32 @@ class Holdout(TypedDict):
     tokens: Tokens
     sha256: str  # as data.val_sha256
     val_loss: LossOrNull  # null when not finite
+
+
+class Unread(TypedDict):
+    """The loss on training text that the run had not read, evaluated after the clock had
+    stopped."""
+
+    tokens: Tokens
+    sha256: str  # as data.val_sha256
+    val_loss: LossOrNull  # null when not finite
+
+
+class CarriedArray(TypedDict):
+    """A constant of a program."""
+
+    program: str
+    shape: list[Whole]
+    dtype: str
+    numbers: Whole  # that describe it
+
+
+class Carried(TypedDict):
+    """What the programs of a run held before its first step: nothing that somebody learned."""
+
+    numbers: dict[str, Whole]  # in constants of the first state, the steps and the evaluation
+    arrays: list[CarriedArray]  # the larger constants
+    calls: list[str]  # to the host, of any program
 
 
 class Index(TypedDict):
@@ -220,6 +254,10 @@ class Unsealed(TypedDict):
     container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
     holdout: NotRequired[Holdout]  # where the track asks for one and the shards hold it
+    code: NotRequired[Code]  # older runs have none
+    unread: NotRequired[Unread]  # where the run left enough of its training text unread
+    weighted: NotRequired[bool]  # val_loss is a mean with weights of the recipe's
+    carried: NotRequired[Carried]  # of runs whose score the trainer computed; older ones have none
     retrieval: NotRequired[Index]  # of recipes that use it
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     # tokens of a row whose logits a step had at once; null, or none: all

@@ -68,6 +68,7 @@ class Checkpoint(TypedDict):
     ledger: list[Interval]
     loader: dict[str, Any]  # where its stream stands
     identity: dict[str, Any]
+    stream: NotRequired[str | None]  # hash of all batches so far, of one process alone
 
 
 class Checkpoints:

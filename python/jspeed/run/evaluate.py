@@ -1,7 +1,7 @@
 """Validation loss on a fixed set of tokens, the same for every batch size and number of devices."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,23 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from jspeed.data import Shards, TokenLoader, canonical_mask
 from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put, replicated
-from jspeed.recipe import Context, Recipe
+from jspeed.recipe import Recipe
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.program import Program, impossible_shape
+from jspeed.run.compute.score import hits
 from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
 
 @dataclass
 class ValidationSet:
     """Rows of validation tokens on the devices: ``[padded rows, Recipe.row_words(eval_len)]`` of
-    ``Data.dtype``.
+    ``Data.dtype``, and their ``targets`` ``[padded rows, eval_len]``.
 
     The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a
     target in the loss. ``impossible`` is that of :class:`~jspeed.recipe.Context` for a canonical
@@ -34,10 +36,16 @@ class ValidationSet:
     """
 
     rows: jax.Array
+    targets: jax.Array
     count: int
     tokens: int
     mean_weight: float = 1.0
     impossible: jax.Array | None = None
+
+    @property
+    def evaluated(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """What an evaluation takes besides parameters."""
+        return self.rows, self.targets, self.impossible
 
 
 class HoldoutRows(NamedTuple):
@@ -116,6 +124,8 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
     behind tokens alone."""
     shape = padded, recipe.row_words(recipe.eval_len)
     array = put_padded(rows, shape, recipe.data.dtype, mesh)
+    wanted = rows[:, 1 : recipe.eval_len + 1]
+    targets = put_padded(wanted, (padded, recipe.eval_len), recipe.data.dtype, mesh)
     mean = float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
     nothing = None
     if recipe.canonical:
@@ -123,7 +133,7 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
             partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh)
         )
         nothing = zeros()
-    return ValidationSet(array, len(rows), len(rows) * recipe.eval_len, mean, nothing)
+    return ValidationSet(array, targets, len(rows), len(rows) * recipe.eval_len, mean, nothing)
 
 
 def look_up(
@@ -187,13 +197,26 @@ def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
     )
 
 
+def token_losses(
+    evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet
+) -> NDArray[np.float32]:
+    """Return what ``evaluate`` finds for each target of the rows that hold tokens, on the host:
+    ``[count, T]``."""
+    found: NDArray[np.float32] = jax.device_get(evaluate(params, *validation.evaluated))
+    return found[: validation.count]
+
+
 def validation_loss(
     evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet
 ) -> float:
     """Return the (weighted) mean loss in nats per token, or mean of what else ``evaluate`` returns
-    for each row: fp32 within a row, float64 over rows."""
-    rows = jax.device_get(evaluate(params, validation.rows, validation.impossible))
-    return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight
+    for each target: in float64."""
+    return weighted_mean(token_losses(evaluate, params, validation), validation)
+
+
+def weighted_mean(found: NDArray[np.float32], validation: ValidationSet) -> float:
+    """Return the mean of what was ``found`` for the targets, each times its weight, in float64."""
+    return float(np.mean(found, dtype=np.float64)) / validation.mean_weight
 
 
 def validation_accuracy(compiled: Program, params: Any, validation: ValidationSet) -> float | None:
@@ -208,22 +231,12 @@ def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callabl
 
     Raises :class:`BadInput` where these do not fit into a device's memory.
     """
-
-    def hits(
-        params: Any, tokens: jax.Array, targets: jax.Array, weights: jax.Array, ctx: Context
-    ) -> Any:
-        logits_BTV = recipe.forward(params, tokens, ctx)[..., : recipe.vocab_size]
-        hits_BT = (jnp.argmax(logits_BTV, axis=-1) == targets).astype(jnp.float32)
-        return jnp.sum(hits_BT), hits_BT
-
-    counting = replace(recipe, loss=hits)
     if without_jit():
         parts, _ = program.eval_parts(recipe, rows, placement.mesh, recipe.eval_len)
-        return partial(
-            eval_step, counting, program.eval_context(recipe, placement.device), placement, parts
-        )
+        ctx = program.eval_context(recipe, placement.device)
+        return partial(eval_step, recipe, ctx, placement, parts, measure=hits)
     try:
         idle = program.idle_state_bytes(recipe, placement)
-        return program.compile_evaluation(counting, placement, recipe.eval_len, rows, idle)[1]
+        return program.compile_evaluation(recipe, placement, recipe.eval_len, rows, idle, hits)[1]
     except BadInput as error:
         raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None

@@ -19,13 +19,23 @@ from jspeed.fields import as_json
 from jspeed.recipe import Stage
 from jspeed.record import provenance
 from jspeed.record.run_json import write_run
-from jspeed.record.schema import SCHEMA, Holdout, Index, Probe, Unsealed, count_parameters
+from jspeed.record.schema import (
+    SCHEMA,
+    Holdout,
+    Index,
+    Probe,
+    Unread,
+    Unsealed,
+    count_parameters,
+)
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export, probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
+from jspeed.run.evidence.carried import carried
+from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.metrics_log import History
 from jspeed.run.probes import data_evidence, evaluate_holdout
@@ -46,9 +56,11 @@ def finish(
     written.
     """
     clock, verdicts, holdout = history.clock, dict[str, probes.Verdict](), None
+    unread: Unread | None = None
     if state and history.status in ("finished", "stopped"):
         try:
             verdicts, holdout = evaluate_and_probe(setup, history, state, console)
+            unread = second_text(setup, history, state, console)
         except KeyboardInterrupt:
             history.status = "interrupted"
     tensors: export.Tensors | None = None
@@ -59,7 +71,7 @@ def finish(
     write_launcher_result(setup, history, val_loss, reached)
     if processes.index():
         return exit_code(setup, history, reached)
-    run = record(setup, history, verdicts, holdout, console)
+    run = record(setup, history, verdicts, holdout, unread, console)
     failed = list(history.failed)
     if run["data"]["val_sha256"] is None and history.status != "interrupted":
         failed.append("the shards can no longer be read, so run.json has no data hashes")
@@ -109,11 +121,20 @@ def evaluate_and_probe(
             with clock.section("checkpoint"):
                 keep_best(setup, history, params)
     with clock.section("probes"), output.waiting(console, "validity probes"):
-        verdicts = probes.run_all(setup, state, loss)
+        verdicts = probes.run_all(setup, state, loss, history.steps, history.stream)
     if not setup.data.holdout or not len(setup.data.holdout.rows):
         return verdicts, None
     with clock.section("second range"), output.waiting(console, "second validation range"):
         return verdicts, evaluate_holdout(setup, setup.data.holdout, params)
+
+
+def second_text(setup: Setup, history: History, state: State, console: Console) -> Unread | None:
+    """Evaluate the last parameters on text that the run has not read, where the track asks for no
+    second validation range."""
+    if setup.data.holdout:
+        return None
+    with history.clock.section("second range"), output.waiting(console, "unread text"):
+        return evaluate_unread(setup, history.steps, state["params"])
 
 
 def outcome(
@@ -131,6 +152,7 @@ def record(
     history: History,
     verdicts: dict[str, probes.Verdict],
     holdout: Holdout | None,
+    unread: Unread | None,
     console: Console,
 ) -> Unsealed:
     """Collect the evidence, and return run.json, unsealed."""
@@ -201,6 +223,11 @@ def record(
         run["retrieval"] = cast(Index, in_index | {"tokens": setup.data.loader.indexed_tokens})
     if holdout and val_loss is not None:
         run["holdout"] = holdout
+    if unread and val_loss is not None:
+        run["unread"] = unread
+    if found := carried(recipe, program):
+        run["carried"] = found
+        run["weighted"] = recipe.weigh is not None
     return run
 
 

@@ -41,6 +41,11 @@ def nobody_plans(
     return None
 
 
+def unplanned(run_dir: Path | None) -> bool:
+    """No run is planned."""
+    return False
+
+
 def no_notes(*_: object) -> Sequence[str]:
     """Say nothing."""
     return ()
@@ -60,7 +65,8 @@ class Hooks:
     ``departures(path, recipe with its fields, manifest)`` says how the run departs from what they
     are for.
 
-    Of plans and records: ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
+    Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
+    ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
     beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
     validation tokens that is evaluated once, at the end. ``notes(recipe, source's SHA-256)`` is
     said at the start, ``remarks(run)`` at the end. ``draw(run_dir, run, training losses by timed
@@ -74,6 +80,7 @@ class Hooks:
     gpt2_byte_pairs: Callable[[], Sequence[bytes]] = no_vocabulary
     read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
     departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
+    planned: Callable[[Path | None], bool] = unplanned
     place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing
     notes: Callable[[Recipe, str], Sequence[str]] = no_notes

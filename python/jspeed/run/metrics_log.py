@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jspeed.base.files import Lines
 from jspeed.record.schema import Status, Validation
 from jspeed.run.checkpoint import Checkpoint, MetricsLine
 from jspeed.run.clock import Clock
 from jspeed.run.console import Display
+from jspeed.run.evidence.stream import BEGIN, chained
 
 MEASURED = ("train_loss", "val_loss", "val_accuracy")
 Sink = Callable[[Mapping[str, Any]], None]
@@ -121,7 +123,8 @@ SINKS = {"tensorboard": tensorboard, "wandb": wandb}
 @dataclass
 class History:
     """What has happened since the clock started. ``status`` is one of record.schema's; ``sinks``
-    get each line.
+    get each line. ``stream`` is the hash of all batches of this process
+    (:mod:`jspeed.run.evidence.stream`), None where those before a resume are not known.
 
     ``unread`` is the loss of the last step, on the devices, until it is read. ``failed`` says what
     could not be written so far and did not end the run. Process 0 has metrics.
@@ -141,6 +144,7 @@ class History:
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     unread: jax.Array | None = None
+    stream: str | None = BEGIN
 
     @property
     def at_validation(self) -> bool:
@@ -188,6 +192,10 @@ class History:
         self.steps += 1
         self.tokens += tokens
         self.unread = loss
+
+    def fed(self, tokens: np.ndarray) -> None:
+        """Add a batch of ``tokens`` to the hash of all."""
+        self.stream = self.stream and chained(self.stream, tokens)
 
     def read(self) -> None:
         """Wait for the last step and record its loss."""
@@ -251,11 +259,13 @@ class History:
             "ledger": self.clock.ledger,
             "loader": loader,
             "identity": identity,
+            "stream": self.stream if jax.process_count() == 1 else None,
         }
 
     def resume(self, record: Checkpoint) -> None:
         """Resume from what :meth:`record` returned; metrics are rewritten up to that step."""
         self.clock.resume(record["ledger"])
+        self.stream = record.get("stream")
         self.steps, self.tokens = record["steps"], record["tokens"]
         self.data_wait_seconds, self.dispatch_seconds = (
             record["data_wait_seconds"],

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,20 +20,23 @@ from jspeed.base import processes
 from jspeed.base.cores import cores
 from jspeed.base.files import sha256_of
 from jspeed.base.processes import broadcast, gather
+from jspeed.data import open_shards
 from jspeed.data.overlap import TokenRange, overlap, trained_on
 from jspeed.data.retriever import looked_up
 from jspeed.errors import BadInput, type_and_line
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
-from jspeed.recipe import Context, Matches
+from jspeed.recipe import Context
 from jspeed.record.provenance import checksum
 from jspeed.record.schema import Data, Holdout
 from jspeed.retrieval import unpacked
 from jspeed.run import evaluate
 from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.score import losses
 from jspeed.run.compute.step import State, replicated_on_all_devices
-from jspeed.run.evaluate import validation_loss
-from jspeed.run.setup import Setup
+from jspeed.run.evaluate import look_up, put_padded, to_devices, token_losses, weighted_mean
+from jspeed.run.evidence import causality, stream
+from jspeed.run.setup import Setup, open_loader
 
 Verdict = dict[str, Any]
 
@@ -39,25 +44,28 @@ Verdict = dict[str, Any]
 # near-duplicates has 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64
 # bytes).
 OVERLAP = 0.02
-# Nats: the same program on the same values gives the same bits; this much is left for sums in
-# another order.
-LEAK = 1e-6
 SAME_LOSS = 1e-3  # nats of a mean over 128 tokens: bf16 logits of two matmul shapes differ by less
 
 
-def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
+def run_all(
+    setup: Setup, state: State, loss: float, steps: int, fed: str | None
+) -> dict[str, Verdict]:
     """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``
     with ``loss``.
 
-    With several processes each must call this, and gets the same.
+    ``fed`` is the hash of the batches of its ``steps``, None if it is not known. With several
+    processes each must call this, and gets the same.
     """
     params, start = state["params"], setup.at_start
     row = setup.data.rows[0]
     before = checksum(state)
-    again = validation_loss(setup.program.evaluate, params, setup.validation)
+    found = token_losses(setup.program.evaluate, params, setup.validation)
+    again = weighted_mean(found, setup.validation)
+    rows = setup.data.rows
     verdicts = guarded(
-        ("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row)
+        ("causality",), lambda: {"causality": causality_of_run(setup, params, rows, found)}
     )
+    verdicts["evaluation_stays_on_device"] = stays_on_device(setup)
     verdicts |= guarded(
         ("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)}
     )
@@ -73,6 +81,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
             "on": "zeros",
         },
         "no_overlap": no_overlap(setup),
+        "stream_repeats": stream_repeats(setup, steps, fed),
     }
 
 
@@ -119,73 +128,69 @@ def no_overlap(setup: Setup) -> Verdict:
     return broadcast("overlap", verdicts)["no_overlap"]
 
 
-def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
-    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it
-    must not change, what retrieval finds for the changed inputs included.
+def stream_repeats(setup: Setup, steps: int, fed: str | None) -> Verdict:
+    """Read the run's batches again, from what its shards' names stand for now: they must be those
+    that it was ``fed``, and the files those of its start.
 
-    The targets stay, because looking ahead by one token first shows in the loss just before the
-    change. Eight positions, odd ones, so that they lie inside whatever blocks a recipe works in.
-    And read the program for calls to the host, through which an evaluation could keep or learn
-    something.
+    Not with retrieval, and not after a resume of several processes, where it is not known.
     """
-    # Changed inputs have other documents, of any length.
-    recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
-    ctx, impossible = eval_context(recipe, setup.placement.device), setup.validation.impossible
+    read, recipe = setup.data, setup.recipe
 
-    def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
-        both, matches = unpacked(recipe.retrieval, both)
-        inputs, targets = both[:1, :-1], both[1:, 1:]
-        ctx = replace(ctx, matches=matches and Matches(*(part[:1] for part in matches)))
-        return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+    def same() -> dict[str, Any]:
+        if fed is None or recipe.retrieval:
+            return {"stream": None, "changed": changed_files(read.files)}
+        shards = open_shards(read.shards.paths)
+        with open_loader(recipe, shards, setup.options.seed) as loader:
+            again = stream.chain(islice(loader, steps))
+        files = changed_files(read.files)
+        return {"stream": again, "changed": files + ["tokens"] * (again != fed)}
 
-    probe = replicated_on_all_devices(recipe, ctx, setup.placement, losses)
-    rows = np.stack([row, row])
+    def checked() -> dict[str, Verdict]:
+        found = gather("stream", same())
+        changed = sorted({name for each in found for name in each["changed"]})
+        return {"stream_repeats": {"passed": not changed, **found[0], "changed": changed}}
 
-    def on_devices(both: np.ndarray) -> jax.Array:
-        known = looked_up(setup.data.loader, both)
-        return put(known.astype(np.int32), replicated(setup.placement.mesh))
-
-    def measured(both: np.ndarray) -> np.ndarray:
-        found = jax.device_get(probe(params, on_devices(both), impossible))[0]
-        if not np.isfinite(found).all():  # which would compare as no leak
-            raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
-        return found
-
-    before, leak, moved = measured(rows), 0.0, np.inf
-    for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
-        changed = rows.copy()
-        changed[0, cut:] = (changed[0, cut:].astype(np.int64) + 1) % recipe.vocab_size
-        difference = np.abs(measured(changed) - before)
-        leak, moved = (
-            max(leak, float(difference[:cut].max())),
-            min(moved, float(difference[cut:].max())),
-        )
-    calls = callbacks(probe.trace(params, on_devices(rows), impossible).jaxpr)
-    return {
-        "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
-        "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
-    }
+    return guarded(("stream_repeats",), checked)["stream_repeats"]
 
 
-def callbacks(jaxpr: Any) -> list[str]:
-    """Return the names of the primitives in ``jaxpr`` and below it that call a Python function on
-    the host."""
-    found = []
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name:
-            found.append(equation.primitive.name)
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found += callbacks(inner)
-    return found
+def changed_files(before: stream.Facts) -> list[str]:
+    """Return the names of the files that are no longer what they were."""
+    return [
+        Path(path).name for path, was in before.items() if stream.facts([Path(path)])[path] != was
+    ]
+
+
+def causality_of_run(setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray) -> Verdict:
+    """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before``, with other ends
+    by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what retrieval finds
+    for them included."""
+    recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
+    validation = to_devices(rows, program.eval_rows, recipe, mesh)
+    validation.impossible = setup.validation.impossible
+
+    def losses(inputs: np.ndarray) -> np.ndarray:
+        look_up(validation, inputs, setup.data.loader, mesh)
+        if recipe.retrieval is None:
+            shape, dtype = validation.rows.shape, validation.rows.dtype
+            validation.rows = put_padded(inputs, shape, dtype, mesh)
+        return token_losses(program.evaluate, params, validation)
+
+    docs = eval_context(recipe, setup.placement.device).stage.max_docs
+    text = causality.Text(rows, recipe.vocab_size, recipe.data.bos_id, docs)
+    entropy = broadcast("entropy", causality.draw_entropy())
+    return causality.causality(text, before, losses, entropy)
+
+
+def stays_on_device(setup: Setup) -> Verdict:
+    """Look for calls to the host in the evaluation, through which it could keep or learn
+    something."""
+    calls = sorted(setup.program.host_calls(evaluation=True))
+    return {"passed": not calls, "calls": calls}
 
 
 def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
-    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole
-    vocabulary, or, of a canonical recipe, over all of it that is possible.
+    """Compare the losses with the log-softmax of ``forward``'s logits over the whole vocabulary,
+    or, of a canonical recipe, over all of it that is possible: what is sampled is what was scored.
 
     Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's
     shape.
@@ -204,7 +209,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
             logits = jnp.where(bits == 1, -jnp.inf, logits)
         log_p = jax.nn.log_softmax(logits, axis=-1)
         expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-        found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+        found = losses(recipe, whole, inputs, targets, ctx)
         return jnp.mean(found), jnp.mean(expected)
 
     probe = replicated_on_all_devices(recipe, ctx, setup.placement, both)

@@ -27,8 +27,8 @@ from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
 from jspeed.parallel.layout import partitions
-from jspeed.parallel.mesh import make_mesh, mesh_for, put
-from jspeed.recipe import Recipe, Retrieval, without_lazy
+from jspeed.parallel.mesh import make_mesh, mesh_for
+from jspeed.recipe import Recipe, Retrieval
 from jspeed.record import provenance
 from jspeed.record.provenance import StartEvidence, checksum
 from jspeed.record.sizes import describe
@@ -57,7 +57,9 @@ from jspeed.run.compute.program import (
     state_shardings,
     warm_up,
 )
-from jspeed.run.compute.step import State, fetcher
+from jspeed.run.compute.step import State, fetcher, with_parameters
+from jspeed.run.evidence.foreign_code import remember
+from jspeed.run.evidence.stream import Facts, facts
 from jspeed.run.find_recipe import LoadedRecipe, load_recipe
 from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.options import Options, check_options
@@ -69,7 +71,8 @@ class RunData:
     """What a run reads: shards of a ``folder`` with their ``manifest`` ({}: none), as batches and
     as evaluation rows.
 
-    ``byte_pairs`` are GPT-2's tokens, of a recipe that is canonical."""
+    ``byte_pairs`` are GPT-2's tokens, of a recipe that is canonical; ``files`` says which files the
+    shards were before they were read."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -79,6 +82,7 @@ class RunData:
     rows: np.ndarray
     holdout: evaluate.HoldoutRows | None
     byte_pairs: Sequence[bytes]
+    files: Facts
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Setup:
 def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_HOOKS) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
     behind."""
-    use_compile_cache()
+    use_compile_cache(planned=hooks.planned(options.run_dir))
     loaded, placement = load_recipe_and_placement(options)
     first_params = None
     if options.init_from is not None:
@@ -150,7 +154,9 @@ def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_H
             )
             if directory.checkpoint:
                 data.loader.load_state_dict(directory.checkpoint["loader"])
-            at_start = StartEvidence(initial, after, provenance.git(), provenance.gpus(), plan)
+            at_start = StartEvidence(
+                initial, after, provenance.git(), provenance.code(), provenance.gpus(), plan
+            )
     except BaseException:
         directory.abandon()
         raise
@@ -193,6 +199,7 @@ def open_data(
     """
     recipe, folder = loaded.recipe, data_folder(loaded.recipe, options.data, hooks)
     shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
+    files = facts([*shards.paths, *val_shards.paths])
     manifest = read_folder(folder)
     needs, aligned = recipe.data, recipe.data.align is not None
     tokenizer = (
@@ -213,7 +220,9 @@ def open_data(
     loader: TokenLoader | Retriever = (
         open_retriever(asked, options.steps, *stream) if asked else open_loader(*stream)
     )
-    data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
+    data = RunData(
+        folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs, files
+    )
     return replace(loaded, recipe=recipe), data
 
 
@@ -255,6 +264,7 @@ def write_source(options: Options, loaded: LoadedRecipe, data: RunData, run_dir:
     given["sets"] = given.pop("set_")
     config = export.own_config(loaded, tokenizer_facts(data.manifest)) | {"options": given}
     write_whole(run_dir / "recipe.py", loaded.source)
+    remember((run_dir / "recipe.py").read_bytes())
     copy_tokenizer(data.folder, run_dir, config["tokenizer"])
     write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
 
@@ -352,7 +362,7 @@ def warm_up_fits(
     in a collective."""
     failure = None
     try:
-        warm_up(program, recipe, mesh, validation.rows, validation.impossible)
+        warm_up(program, recipe, mesh, *validation.evaluated)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -400,16 +410,6 @@ def start_from(loaded: LoadedRecipe, path: Path) -> LoadedRecipe:
     from scratch."""
     init_from = {"init_from": export.fingerprint(path)}
     return replace(loaded, fields=loaded.fields | init_from, overrides=loaded.overrides | init_from)
-
-
-def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
-    """Return a first ``state`` with other parameters, ``arrays`` (NumPy), and the shardings that it
-    has."""
-    params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
-    shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
-    init = jax.jit(recipe.optimizer().init, out_shardings=shardings)
-    optimizer = init(without_lazy(recipe, params))
-    return state | {"params": params, "optimizer": optimizer}
 
 
 def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -157,6 +157,7 @@ def loop(
         )
         history.data_wait_seconds += loaded - before
         history.dispatch_seconds += now() - loaded
+        history.fed(batch.tokens)
         mask()  # is begun: not before the pause of the first evaluation
         history.stepped(recipe.tokens_per_step(stage), metrics["loss"])
         end_if_due(history, stop, recipe, last_step, limit)

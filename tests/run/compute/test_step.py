@@ -234,9 +234,13 @@ def test_a_constant_loss_stays_what_it_is():
     recipe = replace(small, parameters=table, loss=loss, optimizer=lambda: optax.sgd(0.0))
     _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
     assert losses == [5.0, 5.0]
-    rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), 99_999, 99_999)
+    rows = jnp.zeros((100_000, 2), jnp.uint16)
+    validation = evaluate.ValidationSet(rows, rows[:, 1:], 99_999, 99_999)
     assert (
-        evaluate.validation_loss(lambda params, rows, _: jnp.full(len(rows), 5.0), {}, rows) == 5.0
+        evaluate.validation_loss(
+            lambda _, rows, *more: jnp.full((len(rows), 1), 5.0), {}, validation
+        )
+        == 5.0
     )
 
 
@@ -318,7 +322,7 @@ def test_warm_up_leaves_no_trace(name):
         tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own)
         for own in built.steps
     )
-    program.warm_up(replace(built, steps=counted), recipe, mesh, validation.rows)
+    program.warm_up(replace(built, steps=counted), recipe, mesh, *validation.evaluated)
     assert len(seen) == built.warm_up_steps and not any(np.any(tokens) for tokens in seen)
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 

@@ -13,7 +13,7 @@ from jspeed.data import open_shards
 from jspeed.data.overlap import TokenRange, overlap, trained_on
 from jspeed.record import provenance
 from jspeed.record.provenance import checksum
-from jspeed.run.probes import callbacks
+from jspeed.run.compute.inside import Inside, described, host_calls
 
 
 def shard(path: Path, tokens: np.ndarray) -> Path:
@@ -88,8 +88,37 @@ def test_calls_to_the_host_are_found_at_any_depth():
     hidden = jax.jit(
         lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(inner)(c), None), x, length=2)[0]
     )
-    assert callbacks(jax.make_jaxpr(hidden)(1.0).jaxpr) == ["pure_callback"]
-    assert callbacks(jax.make_jaxpr(jnp.sin)(1.0).jaxpr) == []
+    for function, calls in ((hidden, {"pure_callback"}), (jnp.sin, set())):
+        inside = Inside()
+        inside.look(jax.make_jaxpr(function)(1.0))
+        assert inside.calls == calls
+    text = jax.jit(hidden).lower(1.0).compile().as_text()
+    assert host_calls(text) and not host_calls(jax.jit(jnp.sin).lower(1.0).compile().as_text())
+
+
+def test_constants_of_a_program_are_counted_where_they_are():
+    table = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+
+    def hidden(x):
+        return jax.lax.scan(lambda c, _: (jax.jit(lambda y: y + table)(c), None), x, None, 3)[0]
+
+    inside = Inside()
+    inside.look(jax.make_jaxpr(hidden)(jnp.ones((5, 7))))
+    assert 35 <= inside.numbers <= 40 and len(inside.arrays) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "numbers"),
+    [
+        (np.arange(100), 2),
+        (np.full(100, 3.5, np.float32), 2),
+        (np.interp(np.arange(300), [0, 100, 300], [0, 1, 0.1]).astype(np.float32), 4),
+        (np.random.default_rng(0).normal(size=100).astype(np.float32), 100),
+        (np.random.default_rng(0).integers(0, 65, 100), 100),
+    ],
+)
+def test_what_is_straight_takes_two_numbers_a_stretch(array, numbers):
+    assert described(array) == pytest.approx(numbers, abs=3)
 
 
 SMI = """#!/bin/sh

@@ -16,33 +16,31 @@ from ...multi_process import shards, toy, words
 
 SETS = tuple(toy("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=2", "EVAL_EVERY=2")[2:])
 EMBED = 'rms_norm(params["embed"][tokens_BT])'
-LOSS = 'return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap)'
-# It remembers on the host what it was evaluated on, and is less surprised by it the next time.
-LEARNS_IN_EVALUATION = """
-    total, loss_BT = cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap)
-    if not ctx.training:
-        loss_BT = jax.pure_callback(less_surprised, loss_BT, loss_BT, targets_BT)
-    return total, loss_BT
+FORWARD = 'softcap(head(params["head"], hidden(params, tokens_BT, ctx)), sigmoid_cap(SOFTCAP))'
+# It remembers on the host what it was evaluated on, and says other things the next time.
+LEARNS_IN_EVALUATION = f"""
+    logits_BTV = {FORWARD}
+    if ctx.training:
+        return logits_BTV
+    return jax.pure_callback(more_certain, logits_BTV, logits_BTV, tokens_BT)
 
 
-SEEN = {}
+SEEN = {{}}
 
 
-def less_surprised(loss_BT, targets_BT):
-    times = SEEN[bytes(targets_BT)] = SEEN.get(bytes(targets_BT), 0) + 1
-    return loss_BT / times
+def more_certain(logits_BTV, tokens_BT):
+    import numpy as np
+
+    seen = np.asarray(tokens_BT).tobytes()
+    SEEN[seen] = SEEN.get(seen, 0) + 1
+    return np.asarray(logits_BTV) * np.float32(SEEN[seen])
 """
 CHEATS = {
     "looks_ahead": (EMBED, f"{EMBED} + jnp.roll({EMBED}, -1, axis=1)", {"causality"}),
     "learns_in_evaluation": (
-        LOSS,
+        f"return {FORWARD}",
         LEARNS_IN_EVALUATION,
-        {"evaluation_stays_on_device", "evaluation_repeats", "causality", "normalisation"},
-    ),
-    "looks_at_targets": (
-        LOSS,
-        LOSS.replace("x_BTD,", 'x_BTD + params["head"][targets_BT],'),
-        {"normalisation"},
+        {"evaluation_stays_on_device", "evaluation_repeats", "causality"},
     ),
 }
 
@@ -61,7 +59,7 @@ def failed(folder: Path, recipe: Path | str, data: Path) -> set[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "looks_at_targets" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "looks_ahead" else pytest.param(name, marks=pytest.mark.slow)
         for name in CHEATS
     ],
 )

@@ -122,6 +122,11 @@ def _check(plan: Any) -> None:
         raise BadInput("field 'sha256': expected the hash of the other fields, found another")
 
 
+def lies_in_plan(run_dir: Path | None) -> bool:
+    """Whether a plan.json lies beside the folder of a run."""
+    return run_dir is not None and (Path(os.path.abspath(run_dir)).parent / NAME).exists()
+
+
 def place_in_plan(
     run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
 ) -> PlaceInPlan | None:
@@ -131,8 +136,9 @@ def place_in_plan(
     Raises BadInput when the plan has another recipe, seed or number of steps for this folder, or no
     run.
     """
-    if run_dir is None or not (path := Path(os.path.abspath(run_dir)).parent / NAME).exists():
+    if run_dir is None or not lies_in_plan(run_dir):
         return None
+    path = Path(os.path.abspath(run_dir)).parent / NAME
     plan = read_preregistration(path)
     planned = next(
         (

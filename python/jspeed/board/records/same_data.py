@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jspeed.board.records.landing import landed
 from jspeed.board.records.store import Records, Row
 from jspeed.board.records.track import Track
 from jspeed.record.schema import EVERY_SHARD, shards_of
@@ -81,17 +82,19 @@ def data_of_track(
 ) -> DataSet:
     """Return the data of ``track``: what its file pins, and for the rest those of its first run.
 
-    The first run is the earliest of a complete plan and a clean commit on the pinned data, on the
-    track's hardware and number of validation tokens; where there is none, the earliest of all.
+    The first run is the first to land, or the earliest where git does not say, of a complete plan
+    and a clean commit on the pinned data, on the track's hardware and number of validation tokens;
+    where there is none, the earliest of all.
     Without any run everything is the track's.
     """
     val, train = track.rules.get("data.val_sha256"), track.rules.get("data.train_sha256")
 
-    def rank(row: Row) -> tuple[bool, str]:
+    def rank(row: Row) -> tuple[bool, float, str]:
         plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
         tokens = None, row.run["data"]["val_tokens"]
         ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in tokens
-        return not (plan and records.complete(plan.plan) and ruled), row.run["started"]
+        first = landed(records.folder, row.path)
+        return not (plan and records.complete(plan.plan) and ruled), first, row.run["started"]
 
     for row in sorted(rows, key=rank):
         shards = shards_of(row.run)

@@ -4,6 +4,7 @@
     TRACK/RECIPE/TIME-sSEED-HASH.json         a run.json, byte for byte
     TRACK/RECIPE/recipe-HASH.py               the source that runs name by its SHA-256
     TRACK/RECIPE/plan-HASH.json               a plan.json that runs name by its hash
+    TRACK/RECIPE/audit-HASH.json              what jspeed audit found of a run
     TRACK/RECIPE/weights-HASH.json            where the parameters that a run ended with are kept
     history/  ideas/                          what others measured; recipes that did not improve on
               their parent
@@ -30,6 +31,8 @@ from jspeed.board.records.track import Track, read_track, track_of
 from jspeed.board.records.weights import NAME as WEIGHTS
 from jspeed.board.records.weights import Weights, parse_weights, weights_name, weights_of
 from jspeed.errors import BadInput, writable_folder
+from jspeed.record.audits import NAME as AUDIT
+from jspeed.record.audits import Audit, audit_name, parse_audit
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
 from jspeed.record.schema import PlaceInPlan, Run, shards_of
@@ -85,6 +88,7 @@ class Records:
     plans: dict[str, PlanFile] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     weights: dict[Path, Weights] = field(default_factory=dict)
+    audits: dict[Path, Audit] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -188,6 +192,9 @@ def _read_file(records: Records, path: Path) -> None:
         digest = hashlib.sha256(content).hexdigest()
         _check_place(path, within, within.with_name(source_name(digest)), records.folder)
         records.sources[digest] = content.decode(errors="replace")
+    elif AUDIT.fullmatch(path.name):
+        _check_place(path, within, within.with_name(audit_name(content)), records.folder)
+        records.audits[path] = parse_audit(content, path)
     elif WEIGHTS.fullmatch(path.name):
         _check_place(path, within, within.with_name(weights_name(content)), records.folder)
         records.weights[path] = parse_weights(content, path)

@@ -33,6 +33,9 @@ Rules = TypedDict(
         "data.train_sha256": NotRequired[str],
         "holdout.first": NotRequired[AtLeastOne],
         "holdout.sha256": NotRequired[str],
+        "holdout.unread": NotRequired[bool],
+        "holdout.most_above": NotRequired[NotNegative],
+        "holdout.reason": NotRequired[str],
         "model.most_parameters": NotRequired[AtLeastOne],
         "model.retrieval": NotRequired[bool],
         "hardware.platform": NotRequired[str],
@@ -82,8 +85,9 @@ class Track:
 
     def too_large(self, run: Unsealed) -> str | None:
         """Return how the parameters of ``run`` break the track's limit, as a phrase; None where
-        they do not."""
+        they do not. Constants of its programs count as parameters."""
         most, total = self.rules.get("model.most_parameters"), run["parameters"]
+        total += sum(run["carried"]["numbers"].values()) if "carried" in run else 0
         if most and "parameter_table" not in run:
             return "its parameters are not listed, and the track limits them"
         return (

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jspeed.board.records import trust
 from jspeed.board.records.preregistration import PlannedRun, Preregistration
 from jspeed.board.records.store import Problem, Records, Row, plan_name, source_name
 from jspeed.fields import recipe_hash
@@ -25,6 +26,7 @@ def verify(records: Records, now: datetime) -> list[Problem]:
         *holdouts(records),
         *data(records),
         *weights(records),
+        *trust.problems(records),
     ]
     return problems
 

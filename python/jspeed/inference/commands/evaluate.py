@@ -27,6 +27,7 @@ def evaluate(
     items: Count | None = None,
     mesh: Axes | None = None,
     json_: File | None = None,
+    trust: bool = False,
 ) -> None:
     """Measure a trained model: validation loss and bits per byte on a folder of shards, HellaSwag,
     or lm-eval's tasks.
@@ -44,6 +45,7 @@ def evaluate(
         items: Use only the first N items, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
+        trust: Run the recipe.py of a folder that is none of jspeed's and was not trained here.
     """
     check_folders({"--json": json_})
     shard_flags: dict[str, object] = {"--data": data, "--tokens": tokens, "--accuracy": accuracy}
@@ -62,7 +64,7 @@ def evaluate(
         from jspeed.run.setup import data_folder
 
     use_compile_cache()
-    loaded = load_model(model, mesh_for(mesh))
+    loaded = load_model(model, mesh_for(mesh), trust)
     if tasks is not None:
         report = on_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
     elif hellaswag_ is not None:

@@ -12,7 +12,10 @@ from jspeed.fields import Folder, Wants
 
 
 def export(
-    model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False
+    model: Annotated[Path, Wants("MODEL", positional=True)],
+    out: Folder,
+    own: bool = False,
+    trust: bool = False,
 ) -> None:
     """Write a trained model as a folder of safetensors.
 
@@ -26,6 +29,7 @@ def export(
         out: Folder to make.
         own: Write a GPT-2 too in the recipe's own way, which one that computes something else
             needs.
+        trust: Run the recipe.py of a folder that is none of jspeed's and was not trained here.
     """
     with without_logs():
         from jspeed.base.files import write_whole
@@ -38,7 +42,7 @@ def export(
         from jspeed.run.find_recipe import find
 
     require_empty(out)
-    loaded = load_model(model)
+    loaded = load_model(model, trust=trust)
     tensors, recipe = loaded.tensors(), loaded.recipe
     as_gpt2 = is_gpt2(recipe) and not own
     config = (

@@ -29,6 +29,7 @@ def sample(
     stop: str | None = None,
     bos: bool = True,
     mesh: Axes | None = None,
+    trust: bool = False,
 ) -> None:
     """Generate text with a trained model, to the end of a document or for a number of tokens.
 
@@ -51,6 +52,7 @@ def sample(
         bos: Put the token that begins a document, such as <|endoftext|>, before the prompt, as in
             training; --no-bos leaves it out, as transformers and nanoGPT do.
         mesh: Spread the parameters over these devices, for example data=8.
+        trust: Run the recipe.py of a folder that is none of jspeed's and was not trained here.
     """
     with without_logs():
         from jspeed.base.compile_cache import use_compile_cache
@@ -60,7 +62,7 @@ def sample(
 
     text = read_prompt(prompt, prompt_file)
     use_compile_cache()
-    loaded = load_model(model, mesh_for(mesh))
+    loaded = load_model(model, mesh_for(mesh), trust)
     defaults = loaded.recipe.sample
     if number is None:
         number = defaults.number if text is None else 1

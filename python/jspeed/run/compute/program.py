@@ -3,9 +3,8 @@ stage, evaluation."""
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,16 +15,18 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jspeed.base.compiler import compiled, measured, memory_needed, out_of_memory
-from jspeed.base.cores import cores
+from jspeed.base.compiler import compiled, measured, memory_needed
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.device import GPUS, Device, Placement
+from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.division import divisions, lanes_of_device
+from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts, without_room
+from jspeed.run.compute.score import Measure, losses
+from jspeed.run.compute.side_by_side import Job, compile_all
 from jspeed.run.compute.step import (
     State,
     at_end,
@@ -36,9 +37,7 @@ from jspeed.run.compute.step import (
     without_jit,
 )
 
-GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
-Job = tuple[int, int]  # the number of a stage, and the phase of its steps
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -50,17 +49,20 @@ class Program:
     ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
     number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
     ``Data.dtype`` (longer with retrieval: :mod:`jspeed.retrieval`) -> (state, {"loss": fp32
-    scalar}). ``evaluate(params, rows, impossible)``: such rows ``[eval_rows, eval_len + 1]``, and
-    ``[V, V / 8]`` bits or None, -> fp32 mean loss of each row, the last ones padding; ``accuracy``
-    likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of weights
-    take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's
-    loss ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``.
-    ``parts``: micro-batches of a device in each stage.
+    scalar}). ``evaluate(params, rows, targets, impossible)``: such rows ``[eval_rows, eval_len +
+    1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
+    each target, the last rows padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,
+    donated, after the last step: averages of weights take their place. In the last stage a device
+    takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers
+    are recomputed for their gradients with ``remat``.
+    ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
+    into the first state, the steps and the evaluation; none without jit. ``others``: the
+    executables of the first state and of the evaluation.
     """
 
     init: Callable[[int], State]
     steps: tuple[tuple[StepProgram, ...], ...]
-    evaluate: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+    evaluate: Callable[[Any, jax.Array, jax.Array, jax.Array | None], jax.Array]
     at_end: Callable[[State], State]
     micro_tokens: int
     eval_rows: int
@@ -68,6 +70,8 @@ class Program:
     remat: bool = False
     parts: tuple[int, ...] = ()
     accuracy: Callable[..., jax.Array] | None = None
+    inside: Mapping[str, Inside] = field(default_factory=dict)
+    others: tuple[jax.stages.Compiled, ...] = ()
 
     @property
     def compiled(self) -> list[jax.stages.Compiled]:
@@ -92,6 +96,18 @@ class Program:
         """Yield the optimised HLO of each step that was compiled."""
         yield from (text for step in self.compiled if (text := step.as_text()))
 
+    def host_calls(self, evaluation: bool = False) -> set[str]:
+        """Return what any executable, or the ``evaluation``, asks the host for: as it was traced,
+        and as it was compiled or loaded."""
+        names = ("evaluation",) if evaluation else tuple(self.inside)
+        found: set[str] = set()
+        for name in names:
+            found |= self.inside[name].calls if name in self.inside else set()
+        some = self.others[-1:] if evaluation else (*self.compiled, *self.others)
+        for executable in {id(each): each for each in some}.values():
+            found |= host_calls(executable.as_text() or "")
+        return found
+
 
 def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that
@@ -104,11 +120,12 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     mesh, layout = placement.mesh, placement.layout
     shapes, shardings = state_shardings(recipe, layout, mesh)
     number = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
-    drawn = (
-        jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings)
-        .lower(number)
-        .compile()
+    inside = {name: Inside() for name in ("initial state", "step", "evaluation")}
+    traced = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).trace(
+        number
     )
+    inside["initial state"].look(traced.jaxpr)
+    drawn = traced.lower().compile()
 
     def init(seed: int) -> State:
         return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
@@ -122,7 +139,7 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     unlike = list(dict.fromkeys(jobs))
 
     def compile_one(job: Job, stop: threading.Event) -> Attempt:
-        return fit(recipe, placement, *job, stop=stop)
+        return fit(recipe, placement, *job, stop=stop, inside=inside["step"])
 
     done = compile_all(compile_one, unlike, placement.device)
     fitted = [done[unlike.index(job)] for job in jobs]
@@ -130,7 +147,9 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, placement)
-    padded, evaluation = compile_evaluation(recipe, placement, micro_tokens, rows, idle)
+    padded, evaluation = compile_evaluation(
+        recipe, placement, micro_tokens, rows, idle, inside=inside["evaluation"]
+    )
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = lambda state: state
     if recipe.averages:
@@ -139,50 +158,32 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
             .lower(shapes)
             .compile()
         )
+    how = (last.head_chunk, last.remat, parts)
     return Program(
-        init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, parts
-    )
-
-
-def compile_all(
-    compile_one: Callable[[Job, threading.Event], Attempt], jobs: Sequence[Job], device: Device
-) -> list[Attempt]:
-    """Compile side by side on a CPU, two at a time on GPUs.
-
-    XLA tries kernels on the GPU with arrays as large as the program's: several programs at once can
-    be more than it holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs
-    out of memory is compiled again, alone. Any other error is raised at once: its event tells jobs
-    that have begun to end, and the rest do not begin.
-    """
-    stop = threading.Event()
-
-    def alone(error: BaseException | None) -> bool:
-        return (
-            isinstance(error, jax.errors.JaxRuntimeError) and len(jobs) > 1 and out_of_memory(error)
-        )
-
-    with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else cores()) as pool:
-        started = [pool.submit(compile_one, job, stop) for job in jobs]
-        for one in as_completed(started):
-            if (error := one.exception()) and not alone(error):
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise error
-    return [
-        compile_one(job, stop) if alone(one.exception()) else one.result()
-        for job, one in zip(jobs, started, strict=True)
-    ]
+        init, steps, evaluation, end, micro_tokens, padded, *how,
+        inside=inside, others=(drawn, evaluation),
+    )  # fmt: skip
 
 
 def compile_evaluation(
-    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int, idle: int = 0
+    recipe: Recipe,
+    placement: Placement,
+    micro_tokens: int,
+    rows: int,
+    idle: int = 0,
+    measure: Measure = losses,
+    inside: Inside | None = None,
 ) -> tuple[int, jax.stages.Compiled]:
-    """Compile :func:`lower_evaluation`; returns the padded rows too.
+    """Compile :func:`trace_evaluation`; returns the padded rows too. ``inside`` notes its constants
+    and calls.
 
     Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
     """
     device = placement.device
-    padded, lowered = lower_evaluation(recipe, placement, micro_tokens, rows)
+    padded, traced = trace_evaluation(recipe, placement, micro_tokens, rows, measure)
+    if inside is not None:
+        inside.look(traced.jaxpr)
+    lowered = traced.lower()
     need, evaluation = measured(partial(compiled, device=device), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
         there = (
@@ -242,9 +243,10 @@ def fit(
     number: int,
     phase: int = -1,
     stop: threading.Event | None = None,
+    inside: Inside | None = None,
 ) -> Attempt:
     """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory,
-    compiled.
+    compiled; ``inside`` notes what is in it.
 
     Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises
     :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much memory, or
@@ -255,7 +257,12 @@ def fit(
 
     def lower(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         how = replace(placement, layout=with_remat(placement.layout)) if remat else placement
-        return trace_step(recipe, stage, how, parts, phase, head_chunk).lower()
+        traced = trace_step(recipe, stage, how, parts, phase, head_chunk)
+        if inside is not None:
+            found = Inside()
+            found.look(traced.jaxpr)
+            inside.join(found)
+        return traced.lower()
 
     measure = partial(measured, partial(compiled, device=device))
     for tried in attempts(
@@ -353,14 +360,25 @@ def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Co
 def lower_evaluation(
     recipe: Recipe, placement: Placement, micro_tokens: int, rows: int
 ) -> tuple[int, jax.stages.Lowered]:
-    """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded
+    """Lower :func:`trace_evaluation`; returns the padded rows too."""
+    padded, traced = trace_evaluation(recipe, placement, micro_tokens, rows)
+    return padded, traced.lower()
+
+
+def trace_evaluation(
+    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int, measure: Measure = losses
+) -> tuple[int, jax.stages.Traced]:
+    """Trace the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded
     rows too."""
     mesh, layout = placement.mesh, placement.layout
     ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    shape = padded, recipe.row_words(recipe.eval_len)
-    tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
+    shapes = (padded, recipe.row_words(recipe.eval_len)), (padded, recipe.eval_len)
+    tokens, targets = (
+        jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
+        for shape in shapes
+    )
     whole = replicated(mesh)
     bits = (
         jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole)
@@ -368,10 +386,15 @@ def lower_evaluation(
         else None
     )
 
-    def evaluation(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
-        return eval_step(recipe, ctx, placement, parts, params, rows, impossible)
+    def evaluation(
+        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None
+    ) -> jax.Array:
+        return eval_step(
+            recipe, ctx, placement, parts, params, rows, targets, impossible, measure=measure
+        )
 
-    return padded, jax.jit(evaluation, out_shardings=whole).lower(state["params"], tokens, bits)
+    jitted = jax.jit(evaluation, out_shardings=whole)
+    return padded, jitted.trace(state["params"], tokens, targets, bits)
 
 
 def impossible_shape(recipe: Recipe) -> tuple[int, int]:
@@ -438,11 +461,9 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
     return sharded, shardings
 
 
-def warm_up(
-    program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impossible: Any = None
-) -> None:
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
     """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls
-    on the first step."""
+    on the first step. ``evaluated``: what an evaluation takes besides parameters."""
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
@@ -451,4 +472,4 @@ def warm_up(
             jax.block_until_ready(metrics)
     state = program.at_end(state)
     evaluations = [each for each in (program.evaluate, program.accuracy) if each]
-    jax.block_until_ready([each(state["params"], rows, impossible) for each in evaluations])
+    jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])

@@ -28,7 +28,7 @@ from jspeed.parallel.layout import (
     reduce_gradient,
     rows_only,
 )
-from jspeed.parallel.mesh import ROW_AXES, rows_spec
+from jspeed.parallel.mesh import ROW_AXES, put, rows_spec
 from jspeed.recipe import (
     Context,
     ParamSpec,
@@ -41,6 +41,7 @@ from jspeed.recipe import (
 from jspeed.retrieval import unpacked
 from jspeed.run.compute import accumulators, division
 from jspeed.run.compute.device import Placement
+from jspeed.run.compute.score import Measure, losses
 
 
 class State(TypedDict):
@@ -74,6 +75,16 @@ def init_state(
         "rows": {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()},
         "means": averages.zeros(recipe.averages, params),
     }
+
+
+def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
+    """Return a first ``state`` with other parameters, ``arrays`` (NumPy), and the shardings that it
+    has."""
+    params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
+    shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
+    init = jax.jit(recipe.optimizer().init, out_shardings=shardings)
+    optimizer = init(without_lazy(recipe, params))
+    return state | {"params": params, "optimizer": optimizer}
 
 
 def train_step(
@@ -320,11 +331,15 @@ def eval_step(
     parts: int,
     params: Any,
     rows: jax.Array,
+    targets: jax.Array,
     impossible: jax.Array | None = None,
+    *,
+    measure: Measure = losses,
 ) -> jax.Array:
-    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows
-    at a time.
+    """Return the weighted loss of every target, or what else ``measure`` finds: fp32 ``[rows, T]``,
+    ``1 / parts`` of a device's rows at a time.
 
+    Only the inputs of ``rows`` reach the recipe; ``targets`` (ids ``[rows, T]``) never do.
     ``impossible`` is that of the context."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
@@ -334,25 +349,27 @@ def eval_step(
         **fetcher(recipe, mesh, cuts),
     )
 
-    def on_device(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
-        whole, now = (
-            gather_parameters(recipe, gather, params, cuts, later),
-            replace(ctx, impossible=impossible),
-        )
+    def on_device(
+        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None
+    ) -> jax.Array:
+        whole = gather_parameters(recipe, gather, params, cuts, later)
+        now = replace(ctx, impossible=impossible)
 
-        def losses(part: jax.Array) -> jax.Array:
-            part, matches = unpacked(recipe.retrieval, part)
-            ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
-            loss_BT = recipe.loss(
-                whole, part[:, :-1], part[:, 1:], ones, replace(now, matches=matches)
-            )[1]
-            return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
+        def measured(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+            row, targets_BT = part
+            row, matches = unpacked(recipe.retrieval, row)
+            inputs_BT = row[:, :-1]
+            found_BT = measure(recipe, whole, inputs_BT, targets_BT, replace(now, matches=matches))
+            if recipe.weigh is None:
+                return found_BT
+            return found_BT * recipe.weigh(inputs_BT, targets_BT)
 
-        tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
-        return jax.lax.map(losses, tokens).reshape(-1)
+        cut = [a.astype(jnp.int32).reshape(parts, -1, a.shape[-1]) for a in (rows, targets)]
+        return jax.lax.map(measured, tuple(cut)).reshape(targets.shape)
 
-    specs = rows_only(cuts), rows_spec(mesh), PartitionSpec()
-    return shard_map_over_rows(mesh, on_device, specs, rows_spec(mesh))(params, rows, impossible)
+    lanes = rows_spec(mesh)
+    specs = rows_only(cuts), lanes, lanes, PartitionSpec()
+    return shard_map_over_rows(mesh, on_device, specs, lanes)(params, rows, targets, impossible)
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:

@@ -1,0 +1,56 @@
+"""Text of the training shards that a run has not read, as a second measure of its last parameters.
+
+Who has learned the validation text in another way than by training is better on it than on this.
+"""
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from jspeed.record.schema import Unread
+from jspeed.run.evaluate import to_devices, validation_loss
+from jspeed.run.probes import sha256_of_rows
+from jspeed.run.setup import Setup, open_loader
+
+
+def unread_rows(setup: Setup, steps: int) -> np.ndarray:
+    """Return rows ``[R, eval_len + 1]`` of the batches that would have come after ``steps``: at
+    most as many as the validation has.
+
+    None, ``[0, eval_len + 1]``, where the stream begins another epoch before them.
+    """
+    recipe, wanted = setup.recipe, setup.validation.count
+    last = recipe.stages[-1]
+    length = recipe.eval_len
+    rows_of_batch = recipe.lanes * (last.lane_len // length)
+    nothing = np.empty((0, length + 1), setup.data.rows.dtype)
+    if recipe.retrieval or not rows_of_batch:
+        return nothing
+    more = -(-wanted // rows_of_batch)
+    longer = (*recipe.stages[:-1], replace(last, steps=last.steps + more))
+    stream = replace(recipe, stages=longer)
+    with open_loader(stream, setup.data.shards, setup.options.seed, all_lanes=True) as loader:
+        batches = [np.array(each.tokens) for each in islice(loader, steps, steps + more)]
+        if loader.state_dict()["epoch"]:
+            return nothing
+    starts = range(0, batches[0].shape[1] - length, length)
+    pieces = [batch[:, start : start + length + 1] for batch in batches for start in starts]
+    return np.concatenate(pieces)[:wanted]
+
+
+def evaluate_unread(setup: Setup, steps: int, params: object) -> Unread | None:
+    """Return the loss of ``params`` on text that the run has not read in its ``steps``; every
+    process must call this."""
+    rows = unread_rows(setup, steps)
+    if not len(rows):
+        return None
+    mesh, program = setup.placement.mesh, setup.program
+    validation = to_devices(rows, program.eval_rows, setup.recipe, mesh)
+    validation.impossible = setup.validation.impossible
+    loss = validation_loss(program.evaluate, params, validation)
+    return {
+        "tokens": validation.tokens,
+        "sha256": sha256_of_rows(rows, setup),
+        "val_loss": loss if np.isfinite(loss) else None,
+    }
