@@ -32,6 +32,21 @@ check: .venv/check/installed
 	cargo fmt --all --check
 	case "$$(cargo clippy --version)" in 'clippy $(CLIPPY) '*) deny='-D warnings';; *) deny=;; esac; \
 	  cargo clippy --quiet --release --workspace --all-targets -- $$deny
+	for tool in audit 'deny check advisories sources'; do if cargo $${tool%% *} --version >/dev/null 2>&1; \
+	  then cargo $$tool || exit; else echo "cargo $${tool%% *} is not installed: it looked up no advisory"; fi; done
+
+# Each crate that Cargo.toml names at the oldest version that it allows.
+test-oldest-crates:
+	rm -rf target/oldest && mkdir -p target/oldest
+	git ls-files -z Cargo.toml Cargo.lock rust | tar --null --files-from - --create --file - | \
+	  tar --extract --file - --directory target/oldest
+	cd target/oldest && RUSTC_BOOTSTRAP=1 cargo update --quiet -Z direct-minimal-versions && cargo test --quiet --workspace
+
+# The interpreter that finds undefined behaviour, on what it can finish: no files, few random cases.
+test-miri:
+	@if cargo +nightly miri --version >/dev/null 2>&1; then PROPTEST_CASES=4 MIRIFLAGS=-Zmiri-disable-isolation \
+	  cargo +nightly miri test --lib -p jspeed-context-index -p jspeed-tokenizer-mask -p jspeed-dataloader-core; \
+	  else echo 'skipped: there is no Miri; rustup +nightly component add miri'; fi
 
 # ARGS='-m slow' compiles records 62 and 89 too: many minutes.
 test-aot: .venv/aot/installed
@@ -167,5 +182,5 @@ FORCE:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-cudnn test-parity test-page test-faults test-launchers test-package test-newest bench page docs \
+.PHONY: speedrun test test-slow test-aot test-cudnn test-parity test-page test-faults test-launchers test-package test-newest test-oldest-crates test-miri bench page docs \
   race-webtext check clean

@@ -38,18 +38,16 @@ there=$(PATH=$folder/bin bash -c 'command -v git cargo rustc maturin' || true)
 [ -z "$there" ] || { echo "error: $there" >&2; exit 2; }
 
 # In a session of its own, so that kill reaches all of its processes.
-call() (
-  exec setsid env -i PATH="$folder/bin" HOME="$folder" PYTHON="$folder/python/bin/python3" \
-    GPU_DAY=toy JAX_PLATFORMS=cpu DAY="$folder/day" OUT="$folder/out" \
-    PART_SECONDS="${PART_SECONDS:-300}" bash "$folder/tree/scripts/gpu_day.sh" "$@"
-)
+call=(setsid --wait env -i PATH="$folder/bin" HOME="$folder" PYTHON="$folder/python/bin/python3"
+  GPU_DAY=toy JAX_PLATFORMS=cpu DAY="$folder/day" OUT="$folder/out" PART_SECONDS="${PART_SECONDS:-300}"
+  bash "$folder/tree/scripts/gpu_day.sh")
 
 log=$folder/rehearsal.log
 results=$folder/day/results.jsonl
 touch "$results"
 for ((n = 1; n <= kills; n++)); do
-  seconds=$((5 + RANDOM % 55))
-  call quarter >"$folder/killed.log" 2>&1 &
+  seconds=$((10 + RANDOM % 90))
+  "${call[@]}" quarter >"$folder/killed.log" 2>&1 &
   script=$!
   for ((s = 0; s < seconds; s++)); do
     sleep 1
@@ -81,11 +79,11 @@ code=75
 while [ "$code" -eq 75 ]; do
   began=$SECONDS
   code=0
-  call quarter >"$folder/call.log" 2>&1 || code=$?
+  "${call[@]}" quarter >"$folder/call.log" 2>&1 || code=$?
   echo "call: $((SECONDS - began)) s, exit code $code, $(wc -l <"$results") lines of results" | tee -a "$log"
 done
-call table >"$folder/table.md"
-call plan >"$folder/plan.md"
+"${call[@]}" table >"$folder/table.md"
+"${call[@]}" plan >"$folder/plan.md"
 sed -n 3p "$folder/table.md" | tee -a "$log"
 grep '^- ' "$folder/table.md" | tee -a "$log" || true
 grep '^\*\*stage' "$folder/table.md" | tee -a "$log"

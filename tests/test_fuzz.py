@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jspeed.recipe_names import FOLDER
+from jspeed.recipes import FOLDER
 from jspeed.run.find_recipe import find
 
 from .call_script import Done, call

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 
 from .minimal_venv import closure, minimal_venv, variables
 

@@ -14,7 +14,7 @@ from jspeed import recipe as r
 from jspeed.board.records.remarks import RECORDS
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, recipe_hash
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.record import sizes
 from jspeed.record.schema import count_parameters
 from jspeed.run.find_recipe import find
@@ -140,7 +140,7 @@ def test_reading_a_recipe_starts_no_backend():
     """Processes join, and CPU devices are asked for, after the recipe has been read and before JAX
     has any device."""
     lines = "from jax._src import xla_bridge; from jspeed.run.find_recipe import find"
-    lines += "; from jspeed.recipe_names import known_recipes"
+    lines += "; from jspeed.recipes import known_recipes"
     lines += (
         "; [find(name, trace=False).recipe.optimizer() for name in known_recipes()];"
         " print(xla_bridge._backends)"

@@ -1,6 +1,13 @@
 """jspeed: train a small GPT to a target loss as fast as JAX can, and keep an honest record of
 it."""
 
+import os
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.path[:1] == [os.getcwd()]:
+    # as python -P: a jax.py or a numpy/ in the current folder is not the package of that name
+    del sys.path[0]
+
 # for type checkers it is true; typing would come from the folder that `python -m` is called in
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from jspeed.base import standard_streams
-
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
 # exit code of a process that another's end ends; sysexits.h's EX_TEMPFAIL: a failure that may pass
 PEER_LOST = 75
@@ -78,6 +76,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     When the reader of stdout closes the pipe, printing stops and the work continues. When stdout
     cannot be written, the error is reported at the end and exit code 0 becomes 2.
     """
+    from jspeed.base import standard_streams  # which a recipe does not need
+
     standard_streams.harden_streams()
     try:
         with exit_codes():

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jspeed.blocks import run_blocks as run_blocks
-from jspeed.blocks import scan_blocks as scan_blocks
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
+from jspeed.fields import Stage as Stage
 from jspeed.retrieval import Matches as Matches
 from jspeed.retrieval import Retrieval as Retrieval
-from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -37,6 +35,7 @@ out by itself."""
 
 OWN_KERNELS: frozenset[OwnKernel] = frozenset(get_args(OwnKernel))
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
+SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
 
 
@@ -93,6 +92,38 @@ class ParamSpec:
     def stacks_layers(self) -> bool:
         """Whether the first axis indexes layers."""
         return self.axes[:1] in (("layer",), ("matrix",))
+
+
+def run_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, Any],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """Apply ``block(p, x)`` for every layer in order; ``p`` holds its part of each parameter that
+    stacks layers.
+
+    ``table`` describes ``params`` over all ``layers``. A parameter of one entry per layer gives
+    that entry, one of k entries per layer gives ``[k, ...]``. A device that holds fewer layers
+    applies only those.
+    """
+    entries = entries_of(table, layers)
+    (layers_here,) = {params[name].shape[0] // k for name, k in entries.items()}
+    for layer in range(layers_here):
+        x = block(
+            {
+                name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
+                for name, k in entries.items()
+            },
+            x,
+        )
+    return x
+
+
+def entries_of(table: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """Return how many entries a layer has of each parameter that stacks layers."""
+    return {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from benches.gpu_measurements import TOY, compiled, turn
 from benches.synthetic import document_starts
+from jspeed.fields import Stage
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import pair_documents
@@ -25,7 +26,6 @@ from jspeed.model.layers import rms_norm
 from jspeed.plan.attention import MATMULS
 from jspeed.record.sizes import mean_context
 from jspeed.run.clock import now
-from jspeed.stage import Stage
 
 BURSTS, SUSTAINED = 5, 1.5  # number, seconds
 # Tokens of the longest stage's lane, channels of the model and its MLP, columns of the head.

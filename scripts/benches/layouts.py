@@ -10,7 +10,7 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, MODES, check_layout
 from jspeed.plan.estimates import abstract_mesh
 from jspeed.recipe import Recipe
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.run.find_recipe import find
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -142,6 +142,25 @@ def work(shards: Shards, steps: int) -> Iterator[Row]:
     )
 
 
+def small(shards: Shards, count: int) -> Iterator[Row]:
+    """CPU microseconds of the process, all threads, for a batch of 32 lanes of 1,024 tokens."""
+    options: dict[str, Any] = {"lanes": 32, "lane_len": 1024, "bos_id": BOS, "epochs": None}
+    packed: dict[str, Any] = {"align": "bos", "max_doc_len": 1024, "max_docs": 64}
+    contiguous: dict[str, Any] = {}
+    for name, more, below in ("contiguous", contiguous, 20), ("of documents", packed, 30):
+        took = []
+        for _ in range(5):
+            with TokenLoader(shards, **options, **more) as loader:
+                for _ in range(count):  # the shards' pages, and memory of batches
+                    next(loader)
+                began = time.process_time()
+                for _ in range(count):
+                    next(loader)
+                took.append(1e6 * (time.process_time() - began) / count)
+        note = f"median of 5 times {count}"
+        yield Row(f"CPU time of 32 x 1,024, {name}", statistics.median(took), "us", below, note)
+
+
 def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
     """Milliseconds that a consumer which takes ``seconds`` a step waits for batches."""
     waits = []
@@ -345,6 +364,7 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
             first_batch(folder, 25),
             opening(Path(temporary, "sparse")),
             work(shards, steps),
+            small(shards, 200 if quick else 2000),
             waiting(shards, 150 if quick else 1300, 0.03),
             resuming(shards, steps),
             memory(shards),

@@ -29,7 +29,7 @@ from jspeed.run.clock import now
 from jspeed.run.compute.device import Device, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.memory_fallbacks import Attempt
-from jspeed.run.compute.program import fit, state_shardings
+from jspeed.run.compute.program import check_state_fits, fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
 
@@ -121,9 +121,11 @@ def measure_recipe(recipe: Recipe, recipe_hash: str, setting: Settings) -> Itera
 def compile_stage(
     recipe: Recipe, index: int, setting: Settings, device: Device, at_once: int = 1
 ) -> Compiled:
-    """Compile the steps of a stage, ``at_once`` side by side, and its first state."""
+    """Compile the steps of a stage, ``at_once`` side by side, and its first state. Raises
+    :class:`BadInput` where that does not fit in memory."""
     mesh, began = setting.mesh, now()
     placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+    check_state_fits(recipe, placement, {})
     with ThreadPoolExecutor(at_once) as pool:
         one = partial(fit, recipe, placement, index)
         fitted = list(pool.map(one, range(recipe.period)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.parallel.mesh import make_mesh
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
@@ -50,7 +50,8 @@ def measured(recipe, recipe_hash: str):
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     setting, device = steps.Settings(mesh, "xla", None, 1, None), device_of(mesh, recipe=recipe)
     last = len(recipe.stages) - 1
-    return steps.measure_stage(recipe, recipe_hash, last, setting, device=device)[0]
+    made = steps.compile_stage(recipe, last, setting, device)
+    return steps.measure_stage(recipe, recipe_hash, last, setting, made)[0]
 
 
 def test_a_lane_with_more_targets_than_columns_is_an_error():

@@ -25,7 +25,7 @@ from jspeed.model.kv_cache import advance, empty
 from jspeed.model.layers import token_before
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, put
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find_recipe import find

@@ -101,6 +101,7 @@ MORE = [
 )
 def test_steps_of_recipes_are_well(layout, axes, monkeypatch):
     monkeypatch.setattr("jspeed.parallel.layout.SMALL", 0)
+    monkeypatch.setattr("jspeed.optim.muon.SMALL", 0)
     recipe, mesh = (
         find("track3", [*TOYS["track3"], "HEADS=4", "LAYERS=4", "LANES=16"]).recipe,
         mesh_of(**axes),

@@ -10,7 +10,7 @@ import pytest
 from jspeed.board.records.remarks import RECORDS, name_clash
 from jspeed.errors import BadInput, Terminated
 from jspeed.inference.model_config import same_function
-from jspeed.recipe_names import FOLDER
+from jspeed.recipes import FOLDER
 from jspeed.run.find_recipe import find
 
 from ..toys import TOYS

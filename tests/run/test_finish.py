@@ -13,6 +13,7 @@ import pytest
 from jspeed.base.files import Lines
 from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
+from jspeed.fields import Stage
 from jspeed.record import provenance
 from jspeed.record.run_json import read_run
 from jspeed.run import metrics_log as sinks
@@ -20,7 +21,6 @@ from jspeed.run.finish import stage_borders
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 from jspeed.run.train import train
-from jspeed.stage import Stage
 
 from ..multi_process import TOY, said, shards
 

@@ -14,7 +14,7 @@ from jspeed.inference import score
 from jspeed.inference.commands.export import export
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.run.find_recipe import GPT2_TABLE, find, fit, load_recipe
 from jspeed.run.options import Options
 from jspeed.run.train import train

@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,11 @@ import platformdirs
 from jspeed.errors import BadInput, NoRoom
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# of a file system that does not have a call, or not for everybody: CIFS, FUSE, object stores
+REFUSED = (
+    errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EACCES,
+    errno.ENOTTY,
+)  # fmt: skip
 
 UMASK = os.umask(0o077)  # it can only be read by setting it
 os.umask(UMASK)
@@ -35,7 +41,11 @@ def cache_folder() -> Path:
     remedy = "set JSPEED_CACHE to a folder you can write to"
     try:
         own = os.environ.get("JSPEED_CACHE")
-        folder = Path(own or platformdirs.user_cache_dir("jspeed", appauthor=False))
+        folder = Path(
+            os.path.expanduser(own)
+            if own
+            else platformdirs.user_cache_dir("jspeed", appauthor=False)
+        )
     except RuntimeError:
         own, folder = None, Path()
     if not own and not folder.is_absolute():
@@ -72,19 +82,81 @@ def atomic_path(path: Path) -> Iterator[Path]:
     counts as one of writing.
     """
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with named("mkstemp"):
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
         try:
             yield Path(name)
             with open(name, "rb") as file:
-                os.fsync(file.fileno())
-                os.fchmod(file.fileno(), 0o666 & ~UMASK)
-            os.replace(name, path)
+                sync(file)
+                with suppress_refused():
+                    os.fchmod(file.fileno(), 0o666 & ~UMASK)
+            replace(name, path)
+        except HalfWritten:
+            raise
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+def replace(source: str | os.PathLike[str], path: Path) -> None:
+    """Give a whole file another name, in place of what has it. Where the file system cannot rename
+    (over a file, or at all), the content is written there. Raises OSError."""
+    try:
+        os.replace(source, path)
+    except OSError as error:
+        # a link to where it may be, or another device
+        if error.errno not in (*REFUSED, errno.EEXIST, errno.EXDEV) or os.path.isdir(path):
+            raise OSError(error.errno, f"rename: {error.strerror}") from None
+        there = os.path.exists(path)
+        with named("rename is refused, and open"):
+            file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
+        with open(source, "rb") as new, file:
+            try:
+                with named("write"):
+                    shutil.copyfileobj(new, file)
+                    file.truncate()
+                    file.flush()
+                    sync(file)
+            except OSError as problem:
+                if not there:
+                    os.unlink(path)
+                    raise
+                raise HalfWritten(problem.errno, f"{problem.strerror}; see {source}") from None
+        os.unlink(source)
+
+
+class HalfWritten(OSError):
+    """A file was written over and is not whole; the one with the new content stays."""
+
+
+def sync(file: IO[Any]) -> None:
+    """Have what was written to ``file`` on the disk itself, where the file system can say so.
+    Raises OSError where the disk has failed."""
+    with suppress_refused(), named("fsync"):
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def suppress_refused() -> Iterator[None]:
+    """Go on where the file system does not have a call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+
+
+@contextmanager
+def named(call: str) -> Iterator[None]:
+    """Name the ``call`` in an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{call}: {error.strerror or error}") from None
 
 
 class Lines:
@@ -110,30 +182,39 @@ class Lines:
         """Add ``line``, which has no line end. Raises :class:`NoRoom` when it does not fit."""
         self.append(line.encode() + b"\n")
 
-    def append(self, data: bytes, sync: bool = False) -> None:
-        """Add ``data``, with ``sync`` also to the disk itself. Raises :class:`NoRoom` when it does
-        not fit."""
+    def append(self, data: bytes, to_disk: bool = False) -> None:
+        """Add ``data``, with ``to_disk`` also to the disk itself. Raises :class:`NoRoom` when it
+        does not fit."""
         size, rest = os.fstat(self.file.fileno()).st_size, memoryview(data)
         try:
             while rest:  # Linux writes at most 2 GiB at once, and a part where the disk fills up
                 rest = rest[self.file.write(rest) :]
-            if sync:
-                os.fsync(self.file.fileno())
+            if to_disk:
+                sync(self.file)
         except OSError as error:
-            self.file.truncate(size)
+            with suppress(OSError):
+                self.file.truncate(size)
             raise _unwritable(self._path, error) from None
 
     def clear(self) -> None:
-        """Make the file empty."""
-        self.file.truncate(0)
+        """Make the file empty. Raises :class:`BadInput`."""
+        try:
+            if os.fstat(self.file.fileno()).st_size:
+                with named("truncate"):
+                    self.file.truncate(0)
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
 
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
-    kind = NoRoom if error.errno in NO_ROOM else BadInput
-    return kind(
-        f"{path} cannot be written ({error.strerror or error}); make room there, or choose another"
-        " folder"
-    )
+    if error.errno in NO_ROOM:
+        what = (error.strerror or str(error)).rpartition(": ")[2]
+        return NoRoom(
+            f"{path} cannot be written ({what}); make room there, or choose another folder"
+        )
+    number = errno.errorcode.get(error.errno or 0)
+    what = f"{error.strerror or error}{f', {number}' if number else ''}"
+    return BadInput(f"{path} cannot be written ({what}); choose another folder")
 
 
 def try_lock(handle: int | IO[Any], wait: bool = False) -> bool | None:
@@ -161,6 +242,8 @@ PLACEHOLDERS = {
     rb'\{"url": ?"https://docs\.google\.com/': "a shortcut of Google Drive; export it there",
 }
 LONGEST_PLACEHOLDER = 1024  # bytes
+# HellaSwag and MMLU; dev/data/data_common.py of karpathy/llm.c
+EVALUATION_OF_LLM_C = (20240522).to_bytes(4, "little")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -200,6 +283,11 @@ def what_instead(path: str | os.PathLike[str]) -> str | None:
             head = file.read(LONGEST_PLACEHOLDER)
     except OSError as error:
         return error.strerror
+    if head.startswith(EVALUATION_OF_LLM_C):
+        return (
+            "it is an evaluation file of llm.c, no shard: keep it elsewhere; jspeed evaluate takes"
+            " hellaswag_val.jsonl"
+        )
     if head and not head.strip(b"\0"):
         return "it begins with zeros only: a stub of a cloud drive, or never written"
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()

@@ -14,7 +14,7 @@ from jspeed.board import formatting, stats
 from jspeed.board.board import BoardTrack, Entry, losses, mean_of, times
 from jspeed.board.parents import Rounds
 from jspeed.errors import BadInput, nearest
-from jspeed.recipe_names import FOLDER, packaged
+from jspeed.recipes import FOLDER, packaged
 
 STATES = ("changed", "new", "gone")
 

@@ -240,6 +240,8 @@ def _read(where: str, kind: Any, rules: tuple[Rule, ...], word: str) -> Any:
             raise BadInput(
                 f"{where}: found an empty path; give a folder or file, or leave the flag out"
             )
+        # a shell expands ~/x but not --out=~/x
+        word = os.path.expanduser(word)
         try:
             os.stat(word)
         except (FileNotFoundError, NotADirectoryError):

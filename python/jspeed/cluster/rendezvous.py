@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from jspeed.cluster.timeout import WAIT_SECONDS
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, say
 
 _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
@@ -177,7 +177,7 @@ def _accept(peer: socket.socket, peers: Peers, count: int) -> None:
 
 
 def _register(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, Peers]:
-    status = "no connection"
+    status, said = "no connection", None
     until = time.monotonic() + seconds + 2  # process 0 times out first and knows who is missing
     while (left := until - time.monotonic()) > 0:
         with ExitStack() as failed:
@@ -196,6 +196,9 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
             except OSError as error:
                 if not isinstance(error, TimeoutError):
                     status = error.strerror or str(error)
+                if said is None or (said != status and isinstance(error, socket.gaierror)):
+                    said = status
+                    say(f"waiting for process 0 at {host}:{port} ({said}), at most {seconds:g} s")
         time.sleep(0.2)
     else:
         raise BadInput(

@@ -6,7 +6,9 @@ start of a file. The split is deterministic.
 
 import codecs
 import json
+import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -16,11 +18,14 @@ from typing import IO, Any, NamedTuple
 from jspeed.base.files import open_regular, what_instead
 from jspeed.corpus.compressed import BLOCK_BYTES, FORMATS, open_input
 from jspeed.errors import BadInput
+from jspeed.fields import shown
 
 SEPARATOR = b"<|endoftext|>"
 # Endings, in any case. What ends in .json is a configuration or one list as often as it is
 # documents.
-TEXTS, LINES, TABLES = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+TEXTS, LINES, TABLES = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet", ".arrow")
+SHOWN_FIELDS = 8
+ESCAPED_RETURN = rb"(?<!\\)(\\\\)*\\r"  # in JSON
 STRINGS = {f"{size}{kind}" for kind in ("string", "binary") for size in ("", "large_")} | {
     "string_view",
     "binary_view",
@@ -33,7 +38,8 @@ class Segment(NamedTuple):
     group.
 
     ``line`` (from 1) and ``offset`` (bytes, decompressed) are where the text starts. ``whole`` says
-    that it is a whole file without a separator, so one document, to the byte.
+    that it is a whole file without a separator, so one document, to the byte. ``field`` of a
+    line, or the column of a table, is the text.
     """
 
     path: Path
@@ -41,13 +47,16 @@ class Segment(NamedTuple):
     line: int = 1
     offset: int = 0
     whole: bool = False
+    field: str = "text"
 
 
 Piece = list[Segment]
 
 
 def pieces(
-    paths: Iterable[Path], read: Callable[[int], None] = lambda count: None
+    paths: Iterable[Path],
+    read: Callable[[int], None] = lambda count: None,
+    field: str = "text",
 ) -> Iterator[Piece]:
     """Yield the pieces of the files in order. ``read`` is told the bytes of input (compressed) just
     used up.
@@ -57,7 +66,7 @@ def pieces(
     piece: Piece = []
     size = 0
     for path in paths:
-        for segment in segments(path, read):
+        for segment in segments(path, read, field):
             piece.append(segment)
             size += len(segment.content) if isinstance(segment.content, bytes) else PIECE_BYTES
             if size >= PIECE_BYTES:
@@ -67,11 +76,13 @@ def pieces(
         yield piece
 
 
-def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[Segment]:
+def segments(
+    path: Path, read: Callable[[int], None] = lambda count: None, field: str = "text"
+) -> Iterator[Segment]:
     """Yield one file in segments that end where a document does."""
     kind = ending(path.name)
     if kind in TABLES:
-        yield from _row_groups(path, read)
+        yield from _row_groups(path, read, field)
         return
     cut = _cut_lines if kind in LINES else _cut_texts
     with open_input(path) as (file, raw):
@@ -80,7 +91,7 @@ def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> It
             raise BadInput(f"{path} cannot be read ({what_instead(path)}); fetch it again")
         file.read(start)  # a byte order mark is no text
         for segment in cut(path, file, start):
-            yield segment
+            yield segment._replace(field=field)
             read(raw.tell() - done)
             done = raw.tell()
         read(os.fstat(raw.fileno()).st_size - done)
@@ -106,9 +117,9 @@ def documents(segment: Segment) -> Iterator[bytes]:
     the line, the row or the byte offset (in the decompressed text) of what cannot be read.
     """
     if isinstance(segment.content, int):
-        texts = _rows(segment.path, segment.content)
+        texts = _rows(segment.path, segment.content, segment.field)
     elif ending(segment.path.name) in LINES:
-        texts = _lines(segment.path, segment.content, segment.line, segment.offset)
+        texts = _lines(segment)
     else:
         texts = _texts(segment)
     for document in texts:
@@ -145,7 +156,9 @@ def _cut_texts(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
         yield Segment(path, bytes(buffer), offset=offset, whole=not separated)
 
 
-def _lines(path: Path, content: bytes, first: int, offset: int) -> Iterator[bytes]:
+def _lines(segment: Segment) -> Iterator[bytes]:
+    path, content, first, offset, _, field = segment
+    assert isinstance(content, bytes)
     for number, line in enumerate(content.split(b"\n"), start=first):
         if line.strip():
             where = f"line {number} of {path}"
@@ -156,13 +169,26 @@ def _lines(path: Path, content: bytes, first: int, offset: int) -> Iterator[byte
                 raise BadInput(
                     f"{where} is not JSON ({error}); expected one object a line"
                 ) from None
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise BadInput(f'{where} lacks the string field "text"; expected {{"text": "..."}}')
+            if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                has = (
+                    [name for name in record if isinstance(record[name], str)]
+                    if isinstance(record, dict)
+                    else []
+                )
+                raise BadInput(
+                    f'{where} lacks the string field "{field}"; expected {{"{field}": "..."}}'
+                    f"{_name_it(has)}"
+                )
             try:
-                yield record["text"].encode()
+                yield record[field].encode()
             except UnicodeEncodeError:
-                raise BadInput(f'{where} has half a surrogate pair in "text"') from None
+                raise BadInput(f'{where} has half a surrogate pair in "{field}"') from None
         offset += len(line) + 1
+
+
+def _name_it(names: Iterable[str]) -> str:
+    has = ", ".join(sorted(map(shown, names))[:SHOWN_FIELDS])
+    return f"; it has {has}: name the text with --text-field" if has else ""
 
 
 def _texts(segment: Segment) -> Iterator[bytes]:
@@ -183,55 +209,86 @@ def _checked(path: Path, content: bytes, offset: int) -> str:
         ) from None
 
 
+class _Table(NamedTuple):
+    """A table in ``groups`` of rows; ``column`` reads one column of one group, as chunks."""
+
+    schema: Any
+    groups: int
+    column: Callable[[int, str], Any]
+
+
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _table(path: Path) -> Iterator[_Table]:
+    """Open a table: .parquet, or .arrow as datasets' ``save_to_disk`` writes it, a stream or a
+    file."""
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, ArrowInvalid, chunked_array, ipc, parquet, py_buffer
     except ImportError:
         raise BadInput(
             f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt"
         ) from None
+    kind = ending(path.name).removeprefix(".")
     try:
         # of a path it takes UTF-8 only
-        with open_regular(path) as raw, parquet.ParquetFile(raw) as file:
-            yield file
-    except (ArrowException, OSError) as error:
+        with open_regular(path) as raw:
+            if kind == "parquet":
+                with parquet.ParquetFile(raw) as file:
+                    yield _Table(
+                        file.schema_arrow,
+                        file.num_row_groups,
+                        lambda group, name: file.read_row_group(group, [name]).column(name),
+                    )
+                return
+            # closed with the last array that is part of it
+            buffer = py_buffer(mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ))
+            try:
+                whole = ipc.open_file(buffer)
+                batches = [whole.get_batch(number) for number in range(whole.num_record_batches)]
+            except ArrowInvalid:
+                whole = ipc.open_stream(buffer)
+                batches = list(whole)
+            yield _Table(
+                whole.schema,
+                len(batches),
+                lambda group, name: chunked_array([batches[group].column(name)]),
+            )
+    except (ArrowException, OSError, ValueError) as error:
         raise BadInput(
-            f"{path} is corrupt or not parquet"
+            f"{path} is corrupt or not {kind}"
             f" ({what_instead(path) or str(error).splitlines()[0]}); fetch it again"
         ) from None
 
 
-def _row_groups(path: Path, read: Callable[[int], None]) -> Iterator[Segment]:
-    with _parquet(path) as file:
-        _check_column(path, file.schema_arrow)
-        size, count = path.stat().st_size, file.num_row_groups
+def _row_groups(path: Path, read: Callable[[int], None], field: str) -> Iterator[Segment]:
+    with _table(path) as file:
+        _check_column(path, file.schema, field)
+        size, count = path.stat().st_size, file.groups
     for number in range(count):
-        yield Segment(path, number)
+        yield Segment(path, number, field=field)
         read(size * (number + 1) // count - size * number // count)
 
 
-def _check_column(path: Path, schema: Any) -> None:
-    """Raise BadInput unless a table has one column ``text``, of strings or bytes."""
+def _check_column(path: Path, schema: Any, name: str) -> None:
+    """Raise BadInput unless a table has one column ``name``, of strings or bytes."""
     from pyarrow.types import is_dictionary
 
-    kinds = [field.type for field in schema if field.name == "text"]
+    kinds = [field.type for field in schema if field.name == name]
     if not kinds:
-        raise BadInput(f'{path} lacks the column "text"; its columns are {", ".join(schema.names)}')
+        raise BadInput(f'{path} lacks the column "{name}"{_name_it(schema.names)}')
     if len(kinds) > 1:
-        raise BadInput(f'{path} has {len(kinds)} columns called "text"; rename all but one')
+        raise BadInput(f'{path} has {len(kinds)} columns called "{name}"; rename all but one')
     if str(kinds[0].value_type if is_dictionary(kinds[0]) else kinds[0]) not in STRINGS:
         raise BadInput(
-            f'column "text" of {path} holds {kinds[0]}; expected strings, or bytes in UTF-8'
+            f'column "{name}" of {path} holds {kinds[0]}; expected strings, or bytes in UTF-8'
         )
 
 
-def _rows(path: Path, number: int) -> Iterator[bytes]:
+def _rows(path: Path, number: int, name: str) -> Iterator[bytes]:
     from pyarrow import ArrowException, DictionaryArray
 
-    with _parquet(path) as file:
+    with _table(path) as file:
         try:
-            column = file.read_row_group(number, columns=["text"]).column("text")
+            column = file.column(number, name)
         except (ArrowException, OSError) as error:
             raise BadInput(
                 f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})"
@@ -244,8 +301,18 @@ def _rows(path: Path, number: int) -> Iterator[bytes]:
         text = value.as_buffer()
         if text is None:
             raise BadInput(
-                f'row {row} of row group {number} of {path} has no "text"; drop such rows'
+                f'row {row} of row group {number} of {path} has no "{name}"; drop such rows'
             )
         document = text.to_pybytes()
         _checked(path, document, 0)
         yield document
+
+
+def holds_carriage_returns(path: Path) -> bool:
+    """Whether the first megabyte of a file's text has line ends of Windows, or of an old Mac."""
+    kind = ending(path.name)
+    if kind in TABLES:
+        return False
+    with open_input(path) as (file, _):
+        wanted = ESCAPED_RETURN if kind in LINES else b"\r"
+        return re.search(wanted, file.read(BLOCK_BYTES)) is not None

@@ -24,6 +24,7 @@ from jspeed.base.files import cache_folder
 from jspeed.base.standard_streams import interruptible
 from jspeed.cli.flags import Command, group_of
 from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
+from jspeed.corpus.chunks import holds_carriage_returns
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.shards.ready_tokens import convert_tokens
 from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
@@ -122,6 +123,17 @@ def _say_passed_over(inputs: Sequence[Path]) -> None:
         )
 
 
+def _say_carriage_returns(inputs: Sequence[Path]) -> None:
+    """Print one line where texts have the line ends of Windows, which become tokens."""
+    found = [name for name, path in sources.text_files(inputs) if holds_carriage_returns(path)]
+    if found:
+        more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+        say(
+            f"note: texts have the line ends of Windows, whose \\r become tokens like any"
+            f" character; dos2unix removes them: {', '.join(found[:SHOWN])}{more}"
+        )
+
+
 def stdlib(out: Folder | None = None) -> None:
     """Prepare the standard library of this Python as bytes; nothing is downloaded.
 
@@ -132,8 +144,8 @@ def stdlib(out: Folder | None = None) -> None:
 
 
 def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
-    """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field
-    "text"); but for .parquet also compressed: .gz, .xz, .zst.
+    """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet,
+    .arrow (field "text", or --text-field); texts and lines also compressed: .gz, .xz, .zst.
 
     Run again after an interruption, it resumes.
 
@@ -142,6 +154,7 @@ def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
         out: Folder to make; it must be absent or empty.
     """
     _say_passed_over((*inputs, *options.val_input))
+    _say_carriage_returns((*inputs, *options.val_input))
     _prepare(out, partial(tokenise.prepare_text, inputs, options=options))
 
 

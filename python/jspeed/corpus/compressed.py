@@ -15,6 +15,13 @@ from jspeed.base.files import open_regular
 from jspeed.errors import BadInput
 
 BLOCK_BYTES = 1 << 20  # read at once
+# What zstd says of a file that is whole, and what helps.
+OTHERWISE = {
+    "too much memory": "was compressed with a window of more than 128 MB (zstd --long=28 or more),"
+    " which is not read; decompress it with zstd -d --long=31",
+    "dictionary": "was compressed with a dictionary, which is not here; decompress it with zstd -d"
+    " -D DICTIONARY",
+}
 
 
 @contextmanager
@@ -38,6 +45,9 @@ def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
     except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         if isinstance(error, OSError) and (error.errno or not name):
             raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
+        for word, needs in OTHERWISE.items():
+            if name == "zstd" and word in str(error).lower():
+                raise BadInput(f"{path} {needs}") from None
         raise BadInput(
             f"{path} is corrupt or not {name} ({error}); fetch or compress it again"
         ) from None

@@ -99,8 +99,8 @@ def tokenise(
         with closing(in_order(encode_one, islice(pieces, len(done), None), processes)) as work:
             for encoded in work:
                 try:
-                    tokens.append(encoded.tokens.tobytes(), sync=True)
-                    records.append(encoded.records.tobytes(), sync=True)
+                    tokens.append(encoded.tokens.tobytes(), to_disk=True)
+                    records.append(encoded.records.tobytes(), to_disk=True)
                     after = Done(
                         total.documents + len(encoded.records), total.tokens + len(encoded.tokens)
                     )

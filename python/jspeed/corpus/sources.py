@@ -169,7 +169,9 @@ def _below(root: Path) -> Iterator[tuple[str, bool]]:
         for name in closed:
             yield (below / name).as_posix(), False
         for name in names:
-            yield (below / name).as_posix(), bool(ending(name)) and not name.startswith(".")
+            # cache-*.arrow are what datasets' map() has made of the others
+            other = name.startswith(".") or (name.startswith("cache-") and name.endswith(".arrow"))
+            yield (below / name).as_posix(), bool(ending(name)) and not other
 
 
 def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class Tokenising:
         separator_token: That token, one of the tokenizer's special ones, such as '<|bos|>';
             default: <|endoftext|>, or the first there is of <|begin_of_text|>, <bos>, <s>, [CLS],
             <|end_of_text|>, <eos>, </s>.
+        text_field: The field of a .jsonl line, or the column of a table, that is the text.
         shard_tokens: Most tokens of a shard, which is a file of twice as many bytes (four times, of
             a vocabulary above 65,535). A recipe that packs documents drops what is left of a shard
             when it is less than a batch.
@@ -105,6 +106,7 @@ class Tokenising:
     val_input: Files = ()
     end_of_text: Separator = "before"
     separator_token: Annotated[str | None, Wants("TOKEN")] = None
+    text_field: Annotated[str, Wants("NAME")] = "text"
     shard_tokens: Annotated[int, integer(LEAST_SHARD, MOST_SHARD)] = SHARD_TOKENS
     processes: Processes | None = None
 
@@ -161,6 +163,7 @@ def prepare_text(
     separator, bos_id = options.end_of_text, tokenizer.bos_id
     identity = json.dumps(
         [FORMAT_VERSION, PIECE_BYTES, tokenizer.name, separator, bos_id, fingerprints]
+        + [options.text_field] * (options.text_field != "text")
     )
     total = sum(fingerprint["bytes"] for fingerprint in fingerprints)
     processes = options.processes or (cores() if total >= WORTH_PROCESSES else 1)
@@ -170,7 +173,9 @@ def prepare_text(
         parts = [folder / "main", folder / "val"]
         for part, its in zip(parts, files, strict=True):
             part.mkdir(exist_ok=True)
-            cut = pieces([path for _, path in its], lambda count: progress(count, total))
+            cut = pieces(
+                [path for _, path in its], lambda count: progress(count, total), options.text_field
+            )
             parallel_tokenise.tokenise(part, cut, options.tokenizer, separator, bos_id, processes)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(
@@ -194,6 +199,7 @@ def _source(
     source |= ({"val": fingerprints[1]} if options.val_input else {}) | (
         {"split": "rows"} if permuted else {}
     )
+    source |= {"text_field": options.text_field} if options.text_field != "text" else {}
     return source | (
         {"shard_tokens": options.shard_tokens} if options.shard_tokens != SHARD_TOKENS else {}
     )

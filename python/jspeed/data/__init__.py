@@ -13,7 +13,7 @@ from jspeed.data.errors import (
 )
 from jspeed.data.find_shards import find_split, open_shards
 from jspeed.data.shuffle import Shuffle
-from jspeed.stage import Stage
+from jspeed.fields import Stage
 
 __all__ = [
     "Batch",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jspeed.base.files import read_text
+from jspeed.base.files import EVALUATION_OF_LLM_C, read_input, read_text
 from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer, gpt2_byte_pairs
 from jspeed.data import find_split
@@ -185,7 +185,10 @@ class Item:
 def read_hellaswag(path: Path) -> list[Item]:
     """Read HellaSwag's own .jsonl. Raises BadInput with the line that is not of it."""
     items = []
-    lines = read_text(path, "give hellaswag_val.jsonl").splitlines()
+    remedy = "give hellaswag_val.jsonl"
+    if read_input(path, remedy)[:4] == EVALUATION_OF_LLM_C:
+        raise BadInput(f"{path} is llm.c's file of tokens; {remedy}, which it is made from")
+    lines = read_text(path, remedy).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jspeed.optim.muon import ANVIL_MAPS, orthogonalise
+from jspeed.optim.muon import ANVIL_MAPS, on_whole_matrices, orthogonalise
 from jspeed.optim.normuon import NorMuonState, scale_by_mean_square
-from jspeed.parallel.layout import on_whole_matrices
 
 
 class AnvilState(NamedTuple):

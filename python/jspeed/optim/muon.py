@@ -1,5 +1,6 @@
 """Muon: momentum, then the nearest orthogonal matrix, on banks of matrices of one shape."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jspeed.parallel.layout import on_whole_matrices
+from jspeed.recipe import SMALL
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -51,6 +53,30 @@ class MuonState(NamedTuple):
 
     step: jax.Array
     momentum: Any
+
+
+def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Array) -> jax.Array:
+    """Return ``function(bank)``, computed on whole matrices of ``bank`` ``[n, in, out]``, however
+    it is sharded.
+
+    The bank is resharded between matrices, over as many mesh axes as divide n, and back. Small
+    banks are not, nor any where no mesh is set: ``run/compute/step.py`` sets it when a layout
+    shards matrices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(name for name, size in mesh.shape.items() if size > 1)
+    while names and bank.shape[0] % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    if bank.ndim < 3 or bank.size < SMALL or not names:
+        return function(bank)
+    # One axis at a time: for two at once XLA gathers the whole bank.
+    hops = [PartitionSpec(names[: n + 1], None, *names[n + 1 :]) for n in range(len(names))]
+    for hop in hops:
+        bank = jax.lax.with_sharding_constraint(bank, hop)
+    bank = function(bank)
+    for hop in reversed(hops):
+        bank = jax.lax.with_sharding_constraint(bank, hop)
+    return bank
 
 
 def orthogonalise(

@@ -1,7 +1,6 @@
 """Layouts: over which mesh axis each logical axis of a parameter is sharded, and when parameters
 are gathered."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jspeed.errors import BadInput, first_line, nearest
 from jspeed.parallel.mesh import ROW_AXES
 from jspeed.parallel.pipeline import pipeline
-from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
+from jspeed.recipe import (
+    SMALL,
+    Context,
+    ParamSpec,
+    Recipe,
+    entries_of,
+    leaves,
+    map_specs,
+    run_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,6 @@ LAYOUTS = {
     "pp": Layout({"layer": "pipe", "matrix": "pipe"}),
 }
 MODES = {"+remat": "remat", "+scan": "scan"}  # endings of any layout
-SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 WHOLE = PartitionSpec()
 # What a layer saves for its gradient when it gathers its parameters again: results of expensive
 # primitives. ffi_call is how JAX calls kernels of other libraries.
@@ -334,6 +341,25 @@ def _on_parts(
     )
 
 
+def scan_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, Any],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """:func:`run_blocks` by ``jax.lax.scan``: the compiled program holds one layer, however many
+    there are.
+
+    ``block`` must return ``x`` in the shapes and dtypes that it was given.
+    """
+    stacked = {
+        name: params[name] if k == 1 else params[name].reshape(-1, k, *params[name].shape[1:])
+        for name, k in entries_of(table, layers).items()
+    }
+    return jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)[0]
+
+
 def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
     """Return the :attr:`Context.blocks` of ``layout``; a pipeline takes the rows in ``parts``
     micro-batches."""
@@ -378,27 +404,3 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
         return jax.lax.with_sharding_constraint(x, only_model(spec))
 
     return run
-
-
-def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Array) -> jax.Array:
-    """Return ``function(bank)``, computed on whole matrices of ``bank`` ``[n, in, out]``, however
-    it is sharded.
-
-    The bank is resharded between matrices, over as many mesh axes as divide n, and back. Small
-    banks are not, nor any where no mesh is set: ``run/compute/step.py`` sets it when a layout
-    shards matrices.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    names = tuple(name for name, size in mesh.shape.items() if size > 1)
-    while names and bank.shape[0] % math.prod(mesh.shape[name] for name in names):
-        names = names[:-1]
-    if bank.ndim < 3 or bank.size < SMALL or not names:
-        return function(bank)
-    # One axis at a time: for two at once XLA gathers the whole bank.
-    hops = [PartitionSpec(names[: n + 1], None, *names[n + 1 :]) for n in range(len(names))]
-    for hop in hops:
-        bank = jax.lax.with_sharding_constraint(bank, hop)
-    bank = function(bank)
-    for hop in reversed(hops):
-        bank = jax.lax.with_sharding_constraint(bank, hop)
-    return bank

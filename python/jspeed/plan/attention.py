@@ -15,10 +15,10 @@ import math
 import re
 from typing import NamedTuple
 
+from jspeed.fields import Stage
 from jspeed.plan.hlo import Instruction
 from jspeed.plan.schema import Kind
 from jspeed.record.sizes import mean_context
-from jspeed.stage import Stage
 
 CUDNN: dict[str, Kind] = {
     "__cudnn$fmhaSoftmax": "attention_forward",

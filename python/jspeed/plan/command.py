@@ -14,7 +14,7 @@ from jspeed.cli.flags import Command, check_folders, refuse
 from jspeed.errors import BadInput
 from jspeed.fields import Axes, Count, Fields, File, Wants
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 
 
 def plan(

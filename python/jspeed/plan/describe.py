@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
+from jspeed.fields import Stage
 from jspeed.plan import attention, hlo, predict
 from jspeed.plan.compile import (
     Step,
@@ -20,7 +21,6 @@ from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, St
 from jspeed.plan.target import DataSheet, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
-from jspeed.stage import Stage
 
 
 def describe_stage(

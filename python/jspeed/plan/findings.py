@@ -16,12 +16,12 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jspeed.base.jax_versions import source_line
-from jspeed.parallel.layout import SMALL, partitions, sharded_dim
+from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
 from jspeed.plan.cudnn.ask import Answers
 from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
-from jspeed.recipe import Recipe, leaves
+from jspeed.recipe import SMALL, Recipe, leaves
 from jspeed.run.compute.known_faults import MIN_SCATTER_UPDATES, scalar_scatters
 
 # Thresholds are choices, not measurements.

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.fields import Stage
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.stage import Stage
 
 
 def parameter_count(parameters: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ data, and hash it."""
 import ast
 import hashlib
 import json
+import os
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
-from jspeed.recipe_names import FOLDER, locate
+from jspeed.recipes import FOLDER, locate
 from jspeed.run.options import Options, check_steps
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
@@ -71,7 +72,7 @@ def find(
     fields must fit. Raises :class:`BadInput` for an unknown name, a file that fails, ends the
     program or has no RECIPE, an unknown field or a value of another type.
     """
-    path = locate(name_or_path)
+    path = locate(os.path.expanduser(name_or_path))
     try:
         source = read_regular(path).decode("utf-8-sig")
         source = source.replace("\r\n", "\n").replace("\r", "\n")

@@ -23,7 +23,7 @@ from jspeed.fields import (
     misfits,
 )
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 from jspeed.record.schema import MOST_SEED
 
 if TYPE_CHECKING:

@@ -2,9 +2,11 @@
 checkpoints."""
 
 import gc
+import logging
 import math
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,6 +27,7 @@ from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
+from jspeed.run.compute.device import give_back_memory
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.console import Display
@@ -44,11 +47,25 @@ def train(options: Options, hooks: Hooks = NO_HOOKS) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not,
     130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
     error on any ends all."""
-    with sigterm_is(_terminate), hooks.joined(options):
-        code, run_dir = run(options, hooks)
-    if processes.index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
-        hooks.afterwards(options, run_dir)
+    with as_found():
+        with sigterm_is(_terminate), hooks.joined(options):
+            code, run_dir = run(options, hooks)
+        if processes.index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+            hooks.afterwards(options, run_dir)
     return code
+
+
+@contextmanager
+def as_found() -> Iterator[None]:
+    """Leave somebody's process as it was: how warnings are shown and logged, and free memory."""
+    shown, filters, absl = warnings.showwarning, list(warnings.filters), logging.getLogger("absl")
+    level = absl.level
+    try:
+        yield
+    finally:
+        warnings.showwarning, warnings.filters = shown, filters
+        absl.setLevel(level)
+        give_back_memory()
 
 
 def run(options: Options, hooks: Hooks = NO_HOOKS) -> tuple[int, Path]:

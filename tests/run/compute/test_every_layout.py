@@ -9,7 +9,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.layout import LAYOUTS, check_layout
-from jspeed.recipe_names import known_recipes
+from jspeed.recipes import known_recipes
 
 from .compile_layouts import DTYPES, ENDINGS, computes, mesh_for, toy
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.recipe_names import FOLDER
+from jspeed.recipes import FOLDER
 from jspeed.run import probes
 from jspeed.run.options import Options
 from jspeed.run.train import train

@@ -9,7 +9,7 @@ from jspeed.board.records.same_data import DataSet
 from jspeed.board.records.store import source_name
 from jspeed.board.records.track import NAME, Track, read_track, track_of
 from jspeed.errors import BadInput
-from jspeed.recipe_names import packaged
+from jspeed.recipes import packaged
 from jspeed.record.schema import Unsealed, shards_of
 
 RECORDS = Path(__file__).parents[4] / "records"  # of a checkout; an installed package has none

@@ -5,7 +5,6 @@ llm.c. Documents may span shards. Output is deterministic.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed._dataloader import HEADER_BYTES, header
-from jspeed.base.files import sha256_of, write_whole
+from jspeed.base.files import sha256_of, sync, write_whole
 from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
 from jspeed.data.manifest import (
     SPLITS,
@@ -156,7 +155,7 @@ def _sealed(split: Split, shard: _OpenShard) -> Shard:
     with open(path, "r+b") as file:
         file.write(header(shard.tokens, shard.wide))
         file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     return {
         "name": path.name,
         "split": split,

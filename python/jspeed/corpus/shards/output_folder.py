@@ -79,8 +79,9 @@ def writing_to(out: Path) -> Iterator[Path]:
                 if error.errno in NO_ROOM
                 else (BadInput, "choose another")
             )
+            code = f", {errno.errorcode.get(error.errno)}" if error.errno else ""
             raise kind(
-                f"output folder {out} cannot be written ({error.strerror or error}); {advice}"
+                f"output folder {out} cannot be written ({error.strerror or error}{code}); {advice}"
             ) from None
         finally:
             with suppress(OSError):

@@ -4,6 +4,7 @@ hardware."""
 import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -261,3 +262,10 @@ def keep_freed_memory() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_ARENA_MAX, 1)
+
+
+def give_back_memory() -> None:
+    """Give what is free back to the kernel, after :func:`keep_freed_memory`; the process may go on
+    to something else."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

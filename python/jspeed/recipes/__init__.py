@@ -1,11 +1,11 @@
-"""Names of the recipes that come with jspeed, and where their files are; no jax in here."""
+"""The recipes that come with jspeed: their names, and where their files are; no jax in here."""
 
 import os
 from pathlib import Path
 
 from jspeed.errors import BadInput, nearest
 
-FOLDER = Path(__file__).parent / "recipes"
+FOLDER = Path(__file__).parent
 
 
 def known_recipes() -> list[str]:
