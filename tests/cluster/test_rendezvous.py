@@ -168,3 +168,71 @@ def test_the_far_end_of_a_proxy_hears_that_the_near_one_has_ended():
         far.settimeout(5)
         with far:
             assert far.recv(100) == b"last words" and far.recv(1) == b""
+
+
+HOSTILE = {
+    "4,000 brackets": b"[" * 4000 + b"\n",
+    "a rank below 0": b'{"greeting": "jspeed 1", "token": "", "index": -5, "count": 2}\n',
+    "a rank of 31 digits": b'{"greeting": "jspeed 1", "token": "", "index": 1%s, "count": 2}\n'
+    % (b"0" * 30),
+    "a rank that is none": b'{"greeting": "jspeed 1", "token": "", "index": true, "count": 2}\n',
+    "rank 0": b'{"greeting": "jspeed 1", "token": "", "index": 0, "count": 2}\n',
+    "no end": b"a" * 5000,
+    "other text": b"GET / HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_client_is_no_peer_and_ends_nothing(what):
+    agreed = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(rendezvous, "127.0.0.1", agreed, 0, 2, 20, 10)
+        for _ in range(50):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", agreed), 1) as client:
+                client.sendall(HOSTILE[what])
+                break
+            time.sleep(0.1)
+        one = pool.submit(rendezvous, "127.0.0.1", agreed, 1, 2, 20, 11)
+        assert port_of(zero.result()) == port_of(one.result()) == 10
+
+
+def test_clients_that_say_little_do_not_keep_others_waiting():
+    agreed = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(rendezvous, "127.0.0.1", agreed, 0, 2, 20, 10)
+        time.sleep(0.5)
+        slow = [socket.create_connection(("127.0.0.1", agreed), 5) for _ in range(30)]
+        for client in slow:
+            client.sendall(b"{")
+        began = time.monotonic()
+        port_of(rendezvous("127.0.0.1", agreed, 1, 2, 20, 11))
+        assert time.monotonic() - began < 4
+        port_of(zero.result())
+        for client in slow:
+            client.close()
+
+
+def test_a_process_with_another_token_is_no_peer(monkeypatch):
+    agreed, port = free_port(), "127.0.0.1"
+    monkeypatch.setenv("JSPEED_RENDEZVOUS_TOKEN", "secret")
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(rendezvous, port, agreed, 0, 2, 20, 10)
+        time.sleep(0.5)
+        with socket.create_connection((port, agreed), 5) as impostor:
+            impostor.sendall(b'{"greeting": "jspeed 1", "token": "", "index": 1, "count": 2}\n')
+            assert impostor.recv(10) == b""
+        one = pool.submit(rendezvous, port, agreed, 1, 2, 20, 11)
+        assert port_of(zero.result()) == port_of(one.result()) == 10
+
+
+def test_where_all_are_on_one_machine_nobody_else_can_ask():
+    agreed = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(rendezvous, "127.0.0.1", agreed, 0, 2, 2, 10)
+        time.sleep(0.5)
+        own = socket.gethostbyname(socket.gethostname())
+        if not own.startswith("127."):
+            with pytest.raises(OSError):
+                socket.create_connection((own, agreed), 1)
+        with pytest.raises(BadInput):
+            zero.result()

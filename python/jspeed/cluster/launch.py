@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from typing import Annotated, Any, TextIO
 from jspeed.base.files import write_whole
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.cluster.rank import HOST, valid_host, visible_gpus
-from jspeed.cluster.rendezvous import free_port
+from jspeed.cluster.rendezvous import TOKEN, free_port, token
 from jspeed.errors import PEER_LOST, BadInput, say
 from jspeed.fields import Count, CountOrZero, File, Rule, Wants, integer
 
@@ -188,6 +189,8 @@ def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
     received: list[int] = []  # signals: handlers do no work
     processes: dict[int, subprocess.Popen[str]] = {}  # by rank
     pumps: list[threading.Thread] = []
+    # Of several nodes all must have the same: whoever starts them may set it.
+    secret = {TOKEN: secrets.token_hex(16)} if launch.nnodes == 1 and not token() else {}
     with (
         tempfile.TemporaryDirectory(prefix="jspeed-results-") as results,
         handled((*ENDINGS, *WARNINGS, signal.SIGINT), lambda number, _: received.append(number)),
@@ -196,7 +199,7 @@ def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
             rank = launch.node_rank * launch.local_count + local
             result = {RESULT: str(Path(results, str(rank)))} if launch.results else {}
             processes[rank] = _start(
-                launch, variables(launch, launch.node_rank, local, attempt) | result
+                launch, variables(launch, launch.node_rank, local, attempt) | result | secret
             )
             pumps += _prefix(processes[rank], rank)
         code = _watch(launch, processes, received)

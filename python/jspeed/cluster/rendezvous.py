@@ -12,13 +12,16 @@ connection breaks, JAX aborts at once, and through the proxy it only stops answe
 """
 
 import errno
+import hmac
 import json
 import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from jspeed.cluster.timeout import WAIT_SECONDS
@@ -26,8 +29,27 @@ from jspeed.errors import BadInput, say
 
 _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
+TOKEN = "JSPEED_RENDEZVOUS_TOKEN"  # what the processes of a run know and nobody else
+PATIENCE = 5.0  # seconds that a client has for its whole message
+STRANGERS = 64  # clients heard at a time besides the processes of the run
 
 Peers = dict[int, socket.socket]  # open connections by the rank of the peer
+
+
+@dataclass
+class Stranger:
+    """What a client has said so far, and until when it may."""
+
+    until: float
+    said: bytearray = field(default_factory=bytearray)
+
+
+Strangers = dict[socket.socket, Stranger]
+
+
+def token() -> str:
+    """The secret of this run, which a launcher gives all of its processes; empty without one."""
+    return os.environ.get(TOKEN, "")
 
 
 def rendezvous(
@@ -46,7 +68,7 @@ def rendezvous(
     return (
         _register(host, port, index, count, seconds)
         if index
-        else _serve(port, count, seconds, service_port)
+        else _serve(host, port, count, seconds, service_port)
     )
 
 
@@ -96,11 +118,13 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[int, Peers]:
+def _serve(
+    host: str, port: int, count: int, seconds: float, service_port: int
+) -> tuple[int, Peers]:
     peers: Peers = {}
     with ExitStack() as open_sockets:
         try:
-            listener = open_sockets.enter_context(_listener(port, count))
+            listener = open_sockets.enter_context(_listener(host, port, count))
         except OSError as error:
             taken = (
                 "another program, or another run, has it: "
@@ -113,6 +137,7 @@ def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[in
             ) from None
 
         until = time.monotonic() + seconds
+        strangers: Strangers = {}
         try:
             while len(peers) < count - 1:
                 if time.monotonic() > until:
@@ -124,25 +149,35 @@ def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[in
                         f" are missing: {missing}; start them, check address, port and firewall, or"
                         f" wait longer ({WAIT_SECONDS})"
                     )
-                with suppress(TimeoutError):
-                    _accept(open_sockets.enter_context(listener.accept()[0]), peers, count)
+                _hear(listener, strangers, peers, count)
                 for index in [index for index, peer in peers.items() if not is_open(peer)]:
                     peers.pop(index).close()  # it died, and may be restarted
-        except BadInput as error:
-            _send_to_all(peers, {"error": str(error)})
+        except BaseException as error:
+            if isinstance(error, BadInput):
+                _send_to_all(peers, {"error": str(error)})
+            for peer in peers.values():
+                peer.close()
             raise
+        finally:
+            for stranger in strangers:
+                stranger.close()
         _send_to_all(peers, {"port": service_port})
-        open_sockets.pop_all()
         listener.close()
     return service_port, peers
 
 
-def _listener(port: int, count: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    listener = socket.create_server(
-        ("", port), family=_family(), dualstack_ipv6=both, backlog=count
-    )
-    listener.settimeout(0.2)
+def _listener(host: str, port: int, count: int) -> socket.socket:
+    """Listen where process 0 is expected: where all are on this machine, for this machine alone."""
+    local = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}.get(host.strip("[]"))
+    if local:
+        family = socket.AF_INET6 if ":" in local else socket.AF_INET
+        listener = socket.create_server((local, port), family=family, backlog=count)
+    else:
+        both = socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            ("", port), family=_family(), dualstack_ipv6=both, backlog=count
+        )
+    listener.setblocking(False)
     return listener
 
 
@@ -150,15 +185,45 @@ def _family() -> socket.AddressFamily:
     return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
 
-def _accept(peer: socket.socket, peers: Peers, count: int) -> None:
-    """Add ``peer`` to ``peers`` if it is one of this run; any other client is ignored."""
-    peer.settimeout(5)
-    try:
-        hello = _receive(peer)
-        index, its_count = int(hello["index"]), int(hello["count"])
-    except (OSError, ValueError, TypeError, KeyError):
+def _hear(listener: socket.socket, strangers: Strangers, peers: Peers, count: int) -> None:
+    """Wait at most 0.2 s for clients, of which none keeps the others waiting, and add those of this
+    run to ``peers``."""
+    with selectors.DefaultSelector() as ready:
+        for each in (listener, *strangers):
+            ready.register(each, selectors.EVENT_READ)
+        for key, _ in ready.select(0.2):
+            if key.fileobj is listener:
+                with suppress(OSError):
+                    strangers[listener.accept()[0]] = Stranger(time.monotonic() + PATIENCE)
+                continue
+            peer: Any = key.fileobj
+            try:
+                part = peer.recv(_LONGEST)
+                strangers[peer].said += part
+                if part and not strangers[peer].said.endswith(b"\n"):
+                    if len(strangers[peer].said) > _LONGEST:
+                        raise ValueError("too long")
+                    continue
+                said = strangers.pop(peer).said
+                _accept(peer, _read(bytes(said)), peers, count)
+            except (OSError, ValueError, TypeError, KeyError):
+                strangers.pop(peer, None)
+                peer.close()
+    late = [peer for peer, each in strangers.items() if time.monotonic() > each.until]
+    for peer in [*late, *list(strangers)[count + STRANGERS :]]:
+        strangers.pop(peer, None)
         peer.close()
-        return
+
+
+def _accept(peer: socket.socket, hello: dict[str, Any], peers: Peers, count: int) -> None:
+    """Add ``peer`` to ``peers`` if it is one of this run. Raises :class:`ValueError` for any other
+    client."""
+    if not hmac.compare_digest(str(hello.get("token", "")).encode(), token().encode()):
+        raise ValueError("another run's token")
+    index, its_count = hello["index"], hello["count"]
+    if type(index) is not int or type(its_count) is not int or not 0 < index < its_count < 2**31:
+        raise ValueError("no rank")
+    peer.settimeout(5)
     if its_count != count:
         peers[index] = peer  # gets the error with the others
         raise BadInput(
@@ -189,6 +254,8 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
                 connection.settimeout(left)
                 connection.sendall(_message({"index": index, "count": count}))
                 answer = _receive(connection)
+                if not hmac.compare_digest(str(answer.get("token", "")).encode(), token().encode()):
+                    raise ValueError("another run's token")
                 failed.pop_all()
                 break
             except ValueError:
@@ -213,7 +280,7 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
 
 
 def _message(content: dict[str, Any]) -> bytes:
-    return json.dumps({"greeting": _GREETING} | content).encode() + b"\n"
+    return json.dumps({"greeting": _GREETING, "token": token()} | content).encode() + b"\n"
 
 
 def _send_to_all(peers: Peers, content: dict[str, Any]) -> None:
@@ -226,14 +293,24 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     """Read one message. Raises :class:`ValueError` for anything else, :class:`ConnectionError` at
     the end of file."""
     data = b""
+    until = time.monotonic() + (connection.gettimeout() or 0.0)  # for all of it
     while not data.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
         part = connection.recv(_LONGEST)
         if not part:
             raise ConnectionError("connection closed")
         data += part
         if len(data) > _LONGEST:
             raise ValueError("too long")
-    content = json.loads(data)
+    return _read(data)
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """Return the message in ``data``. Raises :class:`ValueError` for anything else."""
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("no message") from None
     if not isinstance(content, dict) or content.get("greeting") != _GREETING:
         raise ValueError("not a jspeed message")
     return content
