@@ -228,7 +228,7 @@ def shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], s
         if parts == 1 or not candidates:
             continue
         dim = spec.axes.index(candidates[0])
-        if spec.size < SMALL and over != "pipe":
+        if spec.size < SMALL and over == "data":
             why = "small"
         elif spec.shape[dim] % parts:
             why = f"{candidates[0]} {spec.shape[dim]} does not divide by {parts}"
