@@ -12,7 +12,7 @@ from pathlib import Path
 from jspeed.base.files import cache_folder, read_input
 from jspeed.base.standard_streams import printable
 from jspeed.errors import BadInput
-from jspeed.recipe_names import FOLDER
+from jspeed.recipes import FOLDER
 
 LIST = "recipes_run_here"
 
