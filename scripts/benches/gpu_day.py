@@ -24,14 +24,14 @@ from typing import Any
 
 from benches import gpu_tasks
 from benches.gpu_tables import say_plan, table
-from benches.gpu_tasks import TOY, Task
+from benches.gpu_tasks import HAS_THE_DEVICE, TOY, Task
 from jspeed.base import accelerators
 from jspeed.errors import BadInput, run_script
 
 # a call begins no task after these, and ends those that run after as many and GRACE
 SECONDS = float(os.environ.get("PART_SECONDS", 520))
 GRACE = 30.0
-SILENT = 240.0  # seconds after which a task that says nothing is ended
+SILENT = 240.0  # seconds that a task may have the device and say nothing; then it is ended
 TRIES = 2  # what ended its process as often is left
 LATER = 75  # exit code: make the call again, it has more to do (EX_TEMPFAIL)
 AT_ONCE = 2 if TOY else 8  # processes; a GPU has 16 cores beside it or more
@@ -151,8 +151,8 @@ def work(day: Day, task: Task) -> None:
 
 
 def lines_of(task: Task, names: Sequence[str], until: float) -> Iterator[str]:
-    """Yield what a process prints that finds out ``names``; it ends ``until`` then, when it is
-    silent for long, and with this process."""
+    """Yield what a process prints that finds out ``names``; it ends ``until`` then, when a kernel
+    does not, and with this process."""
     words = [sys.executable, "-m", "benches.gpu_tasks", task.kind, json.dumps(names)]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {task.flags} {QUICK if TOY else ''}".strip()
     with subprocess.Popen(
@@ -165,8 +165,10 @@ def lines_of(task: Task, names: Sequence[str], until: float) -> Iterator[str]:
     ) as process:
         assert process.stdout is not None
 
-        def watched() -> threading.Timer:
-            timer = threading.Timer(max(0.0, min(SILENT, until - time.time())), process.kill)
+        def watched(line: str = "") -> threading.Timer:
+            left = max(0.0, until - time.time())
+            hangs = min(SILENT, left) if line.strip() == HAS_THE_DEVICE else left
+            timer = threading.Timer(hangs, process.kill)
             timer.daemon = True
             timer.start()
             return timer
@@ -174,7 +176,7 @@ def lines_of(task: Task, names: Sequence[str], until: float) -> Iterator[str]:
         timer = watched()
         for line in process.stdout:
             timer.cancel()
-            timer = watched()
+            timer = watched(line)
             yield line
         timer.cancel()
 

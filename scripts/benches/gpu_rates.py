@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.gpu_measurements import TOY, compiled, turn
+from benches.gpu_measurements import compiled, turn
+from benches.gpu_tasks import TOY
 from benches.synthetic import document_starts
 from jspeed.fields import Stage
 from jspeed.model import fp8

@@ -17,6 +17,7 @@ TOY = os.environ.get("GPU_DAY") == "toy"
 UNTUNED = "--xla_gpu_autotune_level=0"  # XLA tries no kernels: a program compiles without a device
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 TRITON_MATMULS = "--xla_gpu_enable_triton_gemm=true"
+HAS_THE_DEVICE = "has the device"  # a line that a task prints
 OWN_OFF = ("OWN_KERNELS=off",)
 
 
