@@ -233,24 +233,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it
-    ``RECIPE``.
+    """One way to train one model to one target: the ``RECIPE`` of ``recipes/NAME.py``.
 
-    ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT,
-    targets_BT, weights_BT, ctx)`` is for training alone: it returns the weighted sum of the token
-    losses, or another training objective (a differentiable scalar), and the losses themselves
-    ``[B, T]`` in nats (fp32, no gradient). Both may be estimates by a sampled softmax:
-    ``train_loss`` is then an estimate too. ``val_loss`` never is: the trainer computes it from
-    logits (:mod:`jspeed.run.compute.score`). With a large vocabulary give ``hidden(params,
-    tokens_BT, ctx)``, a tree of arrays ``[B, T, ...]``, and ``logits(params, hidden_Bt, ctx)``, the
-    logits ``[B, t, V]`` of any ``t`` of its tokens; ``forward`` is then one after the other.
-    ``pointer(params, hidden, tokens_BT, ctx)`` returns the id that stands for copying and the
-    arguments of :func:`jspeed.model.pointer.copies` but for the targets. ``optimizer()`` returns an
-    optax transformation over the whole parameter tree. The global batch is ``lanes`` rows of
+    ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``, or with a large
+    vocabulary ``hidden`` and ``logits`` do, from which :mod:`jspeed.run.compute.score` computes
+    ``val_loss``. ``loss(params, tokens_BT, targets_BT, weights_BT, ctx)``, for training alone,
+    returns the weighted sum of the token losses or another objective, and the losses ``[B, T]`` in
+    nats (fp32, no gradient), maybe estimates by a sampled softmax. ``optimizer()`` returns an optax
+    transformation over the whole parameter tree. The global batch is ``lanes`` rows of
     ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first ``eval_tokens``
     tokens of the validation shards in rows of ``eval_len``, with ``eval_windows`` instead of the
-    last stage's windows if they are given. A run sets ``eval_max_doc_len``, their longest document
-    in tokens, by its data.
+    last stage's windows if given. A run sets ``eval_max_doc_len``, their longest document in
+    tokens, by its data.
 
     ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or
     ``attention_widths`` of each layer. ``alike``: all layers are the same function, applied by
@@ -429,10 +423,8 @@ class Recipe:
         if self.retrieval:
             yield from self.retrieval.problems()
         if self.eval_tokens < self.eval_len:
-            yield (
-                f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len};"
-                " give more"
-            )
+            less = f"less than one row of eval_len={self.eval_len}; give more"
+            yield f"eval_tokens is {self.eval_tokens}, {less}"
 
     def _problems_of(self, spec: ParamSpec) -> Iterator[str]:
         if len(spec.axes) != len(spec.shape) or len(set(spec.axes)) < len(spec.axes):
