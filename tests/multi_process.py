@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
@@ -66,6 +65,8 @@ def environment(**more: object) -> dict[str, str]:
 
 def places(count: int, **more: object) -> list[dict[str, str]]:
     """The environments of ``count`` processes, as torchrun would set them."""
+    from jspeed.cluster.rendezvous import free_port
+
     shared = {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,

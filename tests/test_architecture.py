@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.base import api
+
 PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 # The core, from the ground up: what each room may import besides SMALL, all of it on floors below.
 FLOORS: list[dict[str, set[str]]] = [
@@ -87,6 +89,22 @@ def test_imports_only_rooms_below(path: Path):
             assert parts[1] in allowed, f"{path.relative_to(PACKAGE)} imports {name}"
         if own in WITHOUT_JAX:
             assert parts[0] not in ("jax", "jaxlib", "optax"), f"{own} imports {name}"
+
+
+def test_satellites_import_what_the_api_lists():
+    """And nothing is listed that none of them imports."""
+    listed = {f"{module}.{name}" for module, names in api.NAMES.items() for name in names}
+    used = set()
+    for path in FILES:
+        own = room(path)
+        for name in imports(path) if own in SATELLITES else ():
+            if name.split(".")[0] != "jspeed" or name in ("jspeed", "jspeed.__version__"):
+                continue
+            if name.split(".")[1] in {own, *SATELLITES[own]} or name.startswith(api.OPEN):
+                continue
+            assert name in listed, f"{path.relative_to(PACKAGE)} imports {name}; see base/api.py"
+            used.add(name)
+    assert used == listed, f"nobody imports {listed - used}"
 
 
 def test_every_room_is_core_or_satellite():

@@ -17,6 +17,7 @@ from jspeed.fields import as_json, recipe_hash
 from jspeed.recipes import known_recipes
 from jspeed.record import sizes
 from jspeed.record.schema import count_parameters
+from jspeed.run.check_recipe import check_recipe
 from jspeed.run.find_recipe import find
 
 from .toys import ALIKE, TOYS, matmul_parameters
@@ -415,4 +416,4 @@ def test_flops_of_stages_are_summed():
 )
 def test_refuses(change, words):
     with pytest.raises(BadInput, match=words):
-        dataclasses.replace(find("stdlib").recipe, **change).validate()
+        check_recipe(dataclasses.replace(find("stdlib").recipe, **change))

@@ -2,9 +2,8 @@
 optimizer."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
+from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer
 from jspeed.fields import Stage as Stage
 from jspeed.retrieval import Matches as Matches
 from jspeed.retrieval import Retrieval as Retrieval
@@ -331,126 +330,6 @@ class Recipe:
     def tokens(self) -> int:
         """Training tokens of the whole run."""
         return sum(stage.steps * self.tokens_per_step(stage) for stage in self.stages)
-
-    def validate(self) -> None:
-        """Raise :class:`BadInput` for a field of another type or range than it declares, or parts
-        that do not fit."""
-        for problem in self._problems():
-            raise BadInput(f"recipe {self.name}: {problem}")
-
-    def _problems(self) -> Iterator[str]:
-        """Yield what is wrong; later checks rely on earlier ones having found nothing."""
-        for where, expected, found in misfits(self, Recipe):
-            yield f"{where} is {found}; expected {expected}"
-        rows = dict(leaves(self.parameters))
-        for path, spec in rows.items():
-            for where, expected, found in misfits(spec, ParamSpec, f"parameter {path}"):
-                yield f"{where} is {found}; expected {expected}"
-            yield from (f"parameter {path} {problem}" for problem in self._problems_of(spec))
-        for path, spec in rows.items():
-            cadences = [spec.updated_after(stage) for stage in self.stages]
-            if spec.every > 1 and self.period != max(each.every for each in rows.values()):
-                yield (
-                    f"parameter {path} is updated every {spec.every} steps and others every"
-                    f" {self.period}; give slow parameters numbers that divide the largest"
-                )
-            starts = accumulate(stage.steps for stage in self.stages)
-            for start, *two in zip(starts, cadences, cadences[1:], strict=False):
-                if two[0] != two[1] and (start % two[0] or start % two[1]):
-                    yield (
-                        f"parameter {path} is updated every {two[0]} steps, and from step {start}"
-                        f" on every {two[1]}; let that stage start with a multiple of both"
-                    )
-            if spec.lookups and (
-                spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
-            ):
-                yield (
-                    f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and"
-                    " no padding"
-                )
-            if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
-                yield (
-                    f"parameter {path} is summed; give it axes ('token', 'table', ...) and every of"
-                    " 2 or more"
-                )
-            if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
-                yield (
-                    f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape"
-                    f" {spec.shape}"
-                )
-        if set(self.lazy) != set(self.row_optimizers()):
-            yield (
-                f"row_optimizers gives {sorted(self.row_optimizers())}, and tables with lookups are"
-                f" {list(self.lazy)}"
-            )
-        if self.data.bos_id >= self.data.vocab_size:
-            yield (
-                f"data.bos_id is {self.data.bos_id}, but ids are below"
-                f" vocab_size={self.data.vocab_size}"
-            )
-        block = self.data.shuffle_block
-        if self.data.windows and (block or self.data.align):
-            yield (
-                "windows='random' starts lanes at any token; leave align and shuffle_block out of"
-                " Data"
-            )
-        if not self.stages:
-            yield "STAGES is empty; a recipe needs at least one Stage"
-        for number, stage in enumerate(self.stages, 1):
-            lane = f"tokens but a lane has {stage.lane_len}; give"
-            if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
-                yield f"stage {number} cuts documents at {stage.max_doc_len} {lane} at most that"
-            if stage.windows and max(stage.windows) > stage.lane_len:
-                yield (
-                    f"stage {number} has an attention window of {max(stage.windows)} {lane} at most"
-                    " that"
-                )
-            if block and block % stage.lane_len:
-                yield (
-                    f"shuffle block of {block} tokens is not a multiple of the lane length"
-                    f" {stage.lane_len}"
-                )
-        lists = [
-            (f"stage {number} lists {{}} attention windows", s.windows)
-            for number, s in enumerate(self.stages, 1)
-        ]
-        lists.append(("eval_windows lists {} attention windows", self.eval_windows))
-        for what, listed in [*lists, ("attention_widths lists {}", self.attention_widths)]:
-            if listed and len(listed) != self.layers:
-                yield (
-                    f"{what.format(len(listed))} for {self.layers} layers; give one for each layer"
-                )
-        if self.retrieval:
-            yield from self.retrieval.problems()
-        if self.eval_tokens < self.eval_len:
-            less = f"less than one row of eval_len={self.eval_len}; give more"
-            yield f"eval_tokens is {self.eval_tokens}, {less}"
-
-    def _problems_of(self, spec: ParamSpec) -> Iterator[str]:
-        if len(spec.axes) != len(spec.shape) or len(set(spec.axes)) < len(spec.axes):
-            yield (
-                f"has shape {spec.shape} but names {len(set(spec.axes))} axes {spec.axes}; give"
-                " each dimension a name of its own"
-            )
-        for kind, dtype in (("dtype", spec.dtype), ("compute dtype", spec.compute or spec.dtype)):
-            if not _is_floating(dtype):
-                yield f"has {kind} {dtype!r}; expected a dtype such as 'bfloat16' or 'float32'"
-        if (
-            self.alike
-            and spec.stacks_layers
-            and (spec.padding or not spec.shape[0] or spec.shape[0] % self.layers)
-        ):
-            yield (
-                f"stacks {spec.shape[0]} entries (padding {spec.padding}) for {self.layers} alike"
-                " layers; give the same number for each layer and no padding"
-            )
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -27,8 +27,7 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.record.sizes import flops_per_token, scored_heads
 from jspeed.run.clock import now
 from jspeed.run.compute.device import Device, device_of
-from jspeed.run.compute.division import place
-from jspeed.run.compute.memory_fallbacks import Attempt
+from jspeed.run.compute.division import Attempt, place
 from jspeed.run.compute.program import check_state_fits, fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader

@@ -5,8 +5,7 @@ from jax.sharding import Mesh
 
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device, device_of, with_kernels_asked_for
-from jspeed.run.compute.division import place
-from jspeed.run.compute.memory_fallbacks import Attempt
+from jspeed.run.compute.division import Attempt, place
 from jspeed.run.find_recipe import LoadedRecipe, find
 
 MEMORY = int(0.75 * 85.0e9)  # bytes of an H100 that JAX takes

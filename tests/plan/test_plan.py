@@ -29,7 +29,7 @@ from jspeed.plan.views import tables, terminal
 from jspeed.recipe import Recipe
 from jspeed.recipes import r92
 from jspeed.record.sizes import parameter_count
-from jspeed.run.compute import memory_fallbacks, program
+from jspeed.run.compute import division, program
 from jspeed.run.compute.accumulators import first_alike, updates
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.division import place
@@ -236,7 +236,7 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
         return build(lowered, device, more)
 
     monkeypatch.setattr(compiler, "compiled", refuses)
-    monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
+    monkeypatch.setattr(division, "bytes_freed_by_chunks", lambda *_: 0)
     fits, refused = search(FOUND, [placement_here(at_once=1024)])
     assert fits == next(row for row in rows if row["fits"])
     assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (
@@ -329,14 +329,12 @@ def test_a_plan_compiles_as_a_run_does(monkeypatch):
 def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
     """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces,
     then these."""
-    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 48)
+    monkeypatch.setattr(division, "HEAD_CHUNK", 48)
     recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129", "VOCAB=100"]).recipe
     [stage], mesh = recipe.stages, placement_here().mesh
     # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but
     # of 48 tokens.
-    assert [
-        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 2, 4)
-    ] == [
+    assert [division.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [
         64_000,
         38_400,
         12_800,

@@ -20,6 +20,7 @@ from jspeed.optim.schedules import jumps, through
 from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import r92
 from jspeed.record import sizes
+from jspeed.run.check_recipe import check_recipe
 from jspeed.run.find_recipe import find
 
 from ..model import dense
@@ -270,7 +271,7 @@ def test_cadences_that_do_not_fit_are_refused():
     stages = [dataclasses.replace(r92.STAGES[1], steps=15), *r92.STAGES[2:]]
     recipe = dataclasses.replace(r92.RECIPE, stages=(r92.STAGES[0], *stages))
     with pytest.raises(r.BadInput, match="let that stage start with a multiple of both"):
-        recipe.validate()
+        check_recipe(recipe)
 
 
 def test_canonical_evaluation(monkeypatch):

@@ -23,8 +23,7 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
 from jspeed.run.compute.device import Placement, device_of
-from jspeed.run.compute.division import place
-from jspeed.run.compute.memory_fallbacks import Attempt, attempts
+from jspeed.run.compute.division import Attempt, attempts, place
 
 # StableHLO writes a quote as \22
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)(\d+)')

@@ -23,6 +23,7 @@ from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
 from jspeed.recipes import FOLDER, locate
+from jspeed.run.check_recipe import check_recipe
 from jspeed.run.options import Options, check_steps
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
@@ -105,7 +106,7 @@ def find(
         if tokens is not None:
             recipe = on_tokens(recipe, fields | overrides, tokens)
             overrides["tokens"] = dict(tokens)
-        recipe.validate()
+        check_recipe(recipe)
         if trace and (key := recipe_hash(source, fields | overrides)) not in TRACED:
             check_functions(recipe)
             TRACED.add(key)

@@ -46,9 +46,8 @@ from jspeed.run.compute.device import (
     platform_problem,
     with_kernels_asked_for,
 )
-from jspeed.run.compute.division import place
+from jspeed.run.compute.division import memory_notes, place
 from jspeed.run.compute.known_faults import known_faults
-from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
 from jspeed.run.compute.program import (
     Program,

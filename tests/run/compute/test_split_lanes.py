@@ -13,7 +13,7 @@ import pytest
 from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import device, division, memory_fallbacks, program, step
+from jspeed.run.compute import device, division, program, step
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
@@ -259,14 +259,14 @@ def one_lane():
 @pytest.mark.slow
 def test_a_lane_s_loss_is_taken_in_chunks_before_the_lane_in_pieces(fitted, monkeypatch):
     recipe, lane = one_lane()
-    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 24)
+    monkeypatch.setattr(division, "HEAD_CHUNK", 24)
     assert fitted(recipe, lane - 1) == (IN_CHUNKS, [WHOLE, IN_CHUNKS], [WHOLE, IN_CHUNKS])
 
 
 @pytest.mark.slow
 def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
     recipe, lane = one_lane()
-    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 24)
+    monkeypatch.setattr(division, "HEAD_CHUNK", 24)
     assert fitted(recipe, lane) == (WHOLE, [WHOLE], [WHOLE])
 
     def loss(params, tokens, targets, weights, ctx):
@@ -278,8 +278,8 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
     without = dataclasses.replace(recipe, loss=loss)
     assert fitted(without, lane - 1) == (HALVES, [WHOLE, IN_CHUNKS, HALVES], [WHOLE, HALVES])
 
-    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 400)
-    can = memory_fallbacks.bytes_freed_by_chunks(recipe, recipe.stages[0], mesh_of(1), 1)
+    monkeypatch.setattr(division, "HEAD_CHUNK", 400)
+    can = division.bytes_freed_by_chunks(recipe, recipe.stages[0], mesh_of(1), 1)
     assert can == 2 * 4 * 4096 * (512 - 400)
     assert fitted(recipe, lane - can) == (HALVES, [WHOLE, HALVES], [WHOLE, HALVES])
 
@@ -288,15 +288,15 @@ def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_n
     recipe, mesh = find("r29", trace=False).recipe, mesh_of(1)
     stage = recipe.stages[0]
     assert [
-        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 4, 256)
+        division.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 4, 256)
     ] == [0, 0, 0]
-    tokens = [length - memory_fallbacks.HEAD_CHUNK for length in (49_152, 26_752)]
-    assert [
-        memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (8, 16)
-    ] == [4 * 50_304 * n for n in tokens]
-    assert memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh_of(data=1, pipe=2), 8) == 0
+    tokens = [length - division.HEAD_CHUNK for length in (49_152, 26_752)]
+    assert [division.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (8, 16)] == [
+        4 * 50_304 * n for n in tokens
+    ]
+    assert division.bytes_freed_by_chunks(recipe, stage, mesh_of(data=1, pipe=2), 8) == 0
     sampled = dataclasses.replace(stage, scored=5000)
-    assert memory_fallbacks.bytes_freed_by_chunks(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
+    assert division.bytes_freed_by_chunks(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_n
 def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, monkeypatch):
     recipe, mesh = find(name, [*TOYS[name], *sets]).recipe, mesh_of(1)
     stage, cpu = recipe.stages[0], device.device_of(mesh)
-    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 4 if name == "track3" else stage.lane_len)
+    monkeypatch.setattr(division, "HEAD_CHUNK", 4 if name == "track3" else stage.lane_len)
 
     def lower(parts, head_chunk, remat):
         layout = "zero1+remat" if remat else "zero1"
@@ -328,7 +328,7 @@ def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, mon
 
     def tried(fits):
         numbers = division.divisions(recipe, stage, mesh)
-        found = memory_fallbacks.attempts(
+        found = division.attempts(
             recipe, stage, mesh, numbers, 1, lower, lambda lowered: (2 - fits, lowered)
         )
         return [(attempt.parts, attempt.head_chunk, attempt.remat) for attempt in found]
@@ -356,10 +356,10 @@ def test_recomputed_layers_have_the_same_gradients():
 def test_notes_on_what_makes_a_step_fit_in_memory():
     stage = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
     assert not [
-        *memory_fallbacks.memory_notes(stage, 65_536, None, False),
-        *memory_fallbacks.memory_notes(stage, 49_152, None, False),
+        *division.memory_notes(stage, 65_536, None, False),
+        *division.memory_notes(stage, 49_152, None, False),
     ]
-    pieces, chunks, remat = memory_fallbacks.memory_notes(stage, 24_576, 4096, True)
+    pieces, chunks, remat = division.memory_notes(stage, 24_576, 4096, True)
     assert (
         pieces
         == "a lane of 49,152 tokens is cut at document borders into 2 pieces of at most 26,752, one"

@@ -22,9 +22,8 @@ from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Device, Placement
-from jspeed.run.compute.division import divisions, lanes_of_device
+from jspeed.run.compute.division import Attempt, attempts, divisions, lanes_of_device, without_room
 from jspeed.run.compute.inside import Inside, host_calls
-from jspeed.run.compute.memory_fallbacks import Attempt, attempts, without_room
 from jspeed.run.compute.score import Measure, losses
 from jspeed.run.compute.side_by_side import Job, compile_all
 from jspeed.run.compute.step import (

@@ -9,7 +9,7 @@ import jax
 from jspeed.base.compiler import out_of_memory
 from jspeed.base.cores import cores
 from jspeed.run.compute.device import GPUS, Device
-from jspeed.run.compute.memory_fallbacks import Attempt
+from jspeed.run.compute.division import Attempt
 
 GPU_COMPILES = 2  # at a time
 Job = tuple[int, int]  # the number of a stage, and the phase of its steps

@@ -1,0 +1,1 @@
+"""Evidence for a record besides its loss: probes that the loss is valid, and the data it saw."""
