@@ -137,12 +137,14 @@ def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_H
     if options.preflight:
         with clock.section("preflight"):
             checked = preflight(loaded.recipe, placement, loaded.fields, console)
+    commit, code = provenance.git(), provenance.code()
     plan = hooks.place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
         if processes.index() == 0 and directory.checkpoint is None:
             write_source(options, loaded, data, directory.path)
         say_opening(options, loaded, checked, data, console, hooks)
+        output.notes(console, provenance.why_no_commit(commit))
         program, validation, initial, checked = compile_and_warm_up(
             options, loaded, checked, data.rows, clock, console
         )
@@ -153,9 +155,7 @@ def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_H
             )
             if directory.checkpoint:
                 data.loader.load_state_dict(directory.checkpoint["loader"])
-            at_start = StartEvidence(
-                initial, after, provenance.git(), provenance.code(), provenance.gpus(), plan
-            )
+            at_start = StartEvidence(initial, after, commit, code, provenance.gpus(), plan)
     except BaseException:
         directory.abandon()
         raise
@@ -316,7 +316,6 @@ def say_opening(
         *hooks.notes(recipe, loaded.source_sha256),
         data.holdout and data.holdout.note,
         twice if again else None,
-        provenance.why_no_commit(provenance.git()),
     )
     output.notes(console, loaded.note, *differences, device.note, *notes)
 
