@@ -21,7 +21,8 @@ from jspeed.record import provenance
 from jspeed.record.audits import MOST_NUMBERS, Audit
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
-from jspeed.run import evaluate, probes
+from jspeed.run import evaluate
+from jspeed.run.evidence import probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.inside import Inside
 from jspeed.run.compute.preflight import Preflight

@@ -30,7 +30,8 @@ from jspeed.record.schema import (
 )
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
-from jspeed.run import export, probes
+from jspeed.run import export
+from jspeed.run.evidence import probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
