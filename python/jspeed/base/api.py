@@ -109,10 +109,7 @@ NAMES = {
         "scored_heads",
         "scored_shape",
     ),
-    "jspeed.run": (
-        "evaluate",
-        "probes",
-    ),
+    "jspeed.run": ("evaluate",),
     "jspeed.run.checkpoint": (
         "damage",
         "newest",
@@ -163,8 +160,13 @@ NAMES = {
         "weigh",
     ),
     "jspeed.run.console": ("opening",),
+    "jspeed.run.evidence": ("probes",),
     "jspeed.run.evidence.carried": ("carried",),
     "jspeed.run.evidence.foreign_code": ("allow",),
+    "jspeed.run.evidence.probes": (
+        "evaluate_holdout",
+        "sha256_of_rows",
+    ),
     "jspeed.run.evidence.unread": ("evaluate_unread",),
     "jspeed.run.export": (
         "FILE",
@@ -189,10 +191,6 @@ NAMES = {
     "jspeed.run.options": (
         "Options",
         "check_options",
-    ),
-    "jspeed.run.probes": (
-        "evaluate_holdout",
-        "sha256_of_rows",
     ),
     "jspeed.run.setup": (
         "Setup",

@@ -22,17 +22,17 @@ from jspeed.record.audits import MOST_NUMBERS, Audit
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run import evaluate
-from jspeed.run.evidence import probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.inside import Inside
 from jspeed.run.compute.preflight import Preflight
 from jspeed.run.compute.program import Program, compile_evaluation, state_shardings
+from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried
 from jspeed.run.evidence.foreign_code import allow
+from jspeed.run.evidence.probes import evaluate_holdout, sha256_of_rows
 from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.export import FILE, read_parameters
 from jspeed.run.options import Options
-from jspeed.run.probes import evaluate_holdout, sha256_of_rows
 from jspeed.run.setup import Setup, load_recipe_and_placement, open_data
 
 SAME = 2e-3

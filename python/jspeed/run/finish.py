@@ -31,15 +31,15 @@ from jspeed.record.schema import (
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export
-from jspeed.run.evidence import probes
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
+from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried
+from jspeed.run.evidence.probes import data_evidence, evaluate_holdout
 from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.metrics_log import History
-from jspeed.run.probes import data_evidence, evaluate_holdout
 from jspeed.run.run_directory import BEST
 from jspeed.run.setup import Setup
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.recipes import FOLDER
-from jspeed.run import probes
+from jspeed.run.evidence import probes
 from jspeed.run.options import Options
 from jspeed.run.train import train
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jspeed.record.schema import Unread
 from jspeed.run.evaluate import to_devices, validation_loss
-from jspeed.run.probes import sha256_of_rows
+from jspeed.run.evidence.probes import sha256_of_rows
 from jspeed.run.setup import Setup, open_loader
 
 
