@@ -13,6 +13,7 @@ import pytest
 
 from jspeed.cluster import distributed
 from jspeed.cluster.rank import Rank
+from jspeed.cluster.rendezvous import free_port
 from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data import TokenLoader, open_shards
 
@@ -20,7 +21,6 @@ from ..multi_process import (
     REPOSITORY,
     ended,
     environment,
-    free_port,
     metrics,
     places,
     shards,
