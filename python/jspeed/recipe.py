@@ -4,7 +4,7 @@ optimizer."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +14,12 @@ import optax
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer
 from jspeed.fields import Stage as Stage
+from jspeed.model.custom_kernels import Kernel
 from jspeed.retrieval import Matches as Matches
 from jspeed.retrieval import Retrieval as Retrieval
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
-OwnKernel: TypeAlias = Literal[
-    "MLP",
-    "FP8 casts",
-    "gradient of a norm",
-    "queries and keys",
-    "pointer",
-    "XSA",
-    "sums of rows",
-    "update of rows",
-]
-"""What a recipe's OWN_KERNELS stands for, of jspeed.model.kernels: each is checked, used and left
-out by itself."""
-
-OWN_KERNELS: frozenset[OwnKernel] = frozenset(get_args(OwnKernel))
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
@@ -132,14 +119,15 @@ class Context:
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to
     call :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8
     matrices: ``native``, ``emulated`` (operands widened to the compute dtype, no faster) or
-    ``missing``; ``own_kernels`` which of :mod:`jspeed.model.kernels` may replace parts of the
-    recipe, None: not known. ``blocks`` is :func:`run_blocks`, or what the layout puts in its place.
+    ``missing``; ``kernels`` are those that may replace parts of the recipe
+    (:mod:`jspeed.model.custom_kernels`), None: not known. ``blocks`` is :func:`run_blocks`, or what
+    the layout puts in its place.
     In training ``step`` is the number of steps before this one and ``first_row`` the global index
     of this micro-batch's first row (int32 scalars); random keys derive from both
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step
     modulo ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split).
     ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
-    ``fetch(table, ids, own_kernels=False)`` looks up rows of a table with a ``row`` axis, on any
+    ``fetch(table, ids, kernel=None)`` looks up rows of a table with a ``row`` axis, on any
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
     itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of
     a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow
@@ -151,14 +139,14 @@ class Context:
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
-    own_kernels: frozenset[OwnKernel] | None = None
+    kernels: Mapping[str, Kernel] | None = None
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
     step: jax.Array | int = 0
     first_row: jax.Array | int = 0
     pieces: int = 1
     head_chunk: int | None = None
-    fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, own_kernels=False: table_VD[ids_BT]
+    fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, kernel=None: table_VD[ids_BT]
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
     impossible: jax.Array | None = None
@@ -177,12 +165,13 @@ class Context:
         )
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
-    def use_own_kernel(self, asked: str, name: OwnKernel) -> bool:
-        """Likewise by the field OWN_KERNELS: whether that one replaces a part of the recipe."""
+    def kernel(self, asked: str, name: str) -> Kernel | None:
+        """Likewise by the field OWN_KERNELS: the kernel that replaces a part of the recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
-        missing = self.own_kernels is not None and not self.own_kernels
-        there = name in (self.own_kernels or ())
-        return self._use("OWN_KERNELS", asked, there, why if missing else None) and there
+        missing = self.kernels is not None and not self.kernels
+        found = (self.kernels or {}).get(name)
+        used = self._use("OWN_KERNELS", asked, found is not None, why if missing else None)
+        return found if used else None
 
     def _use(self, field: str, asked: str, automatic: bool, missing: str | None) -> bool:
         if asked not in ("auto", "on", "off"):

@@ -14,19 +14,21 @@ from benches.text import timed
 from jspeed.base.compiler import options_for
 from jspeed.errors import BadInput, type_and_line
 from jspeed.fields import Count
-from jspeed.model import pointer
-from jspeed.model.attention import find_documents
-from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.heads import without_own_value
-from jspeed.model.kernels.fp8_cast import cast, cast_reference
-from jspeed.model.kernels.fused_mlp import (
+from jspeed.kernels import own_value, pointer_attention
+from jspeed.kernels.fp8_cast import cast, cast_reference
+from jspeed.kernels.fused_mlp import (
     squared_relu_gradient_fp8,
     squared_relu_gradient_fp8_reference,
     squared_relu_matmul_fp8,
     squared_relu_matmul_fp8_reference,
 )
-from jspeed.model.kernels.qk_norm import norm_and_rotate
-from jspeed.model.kernels.row_sums import sum_rows
+from jspeed.kernels.qk_norm import norm_and_rotate
+from jspeed.kernels.row_sums import sum_rows
+from jspeed.model import pointer
+from jspeed.model.attention import find_documents
+from jspeed.model.custom_kernels import Kernel, own_kernel
+from jspeed.model.fp8 import E4M3, E5M2
+from jspeed.model.heads import without_own_value
 from jspeed.model.mudd import add_normed
 from jspeed.model.positions import frequencies, queries_and_keys
 
@@ -124,18 +126,18 @@ def head_cases(
         with_gradients(lambda y, call=call, arguments=arguments: call(y, *arguments))
         for call, arguments in ((norm_and_rotate, rest), (queries_and_keys, plain))
     ]
-    xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
+    xsa = [with_gradients(partial(without_own_value, kernel=k)) for k in (own_value.KERNEL, None)]
     words = jnp.asarray(zipf_ids(np.random.default_rng(6), 50_257, (1, tokens + 1)), jnp.int32)
 
     def copied(
-        own: bool, q: jax.Array, k: jax.Array, none: jax.Array
+        kernel: Kernel | None, q: jax.Array, k: jax.Array, none: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        found = pointer.copies(
-            0, q, k, none, words[:, :-1], words[:, 1:], documents, 2048, own_kernels=own
-        )
+        of_tokens = words[:, :-1], words[:, 1:], documents
+        found = pointer.copies(0, q, k, none, *of_tokens, 2048, kernel)
         return found.target_BT, found.none_BT
 
-    copy = [with_gradients(partial(copied, own)) for own in (True, False)]
+    kernels = pointer_attention.KERNEL, None
+    copy = [with_gradients(partial(copied, kernel)) for kernel in kernels]
     heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
     return {
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
@@ -156,8 +158,9 @@ def table_cases(
     x, rows = (
         jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2)
     )
+    kernels = own_kernel("gradient of a norm").kernel, None
     norms = [
-        with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)
+        with_gradients(partial(add_normed, lambda a: [a], kernel=kernel)) for kernel in kernels
     ]
     # Two n-grams a token, as frequent as words.
     sums_N = jnp.asarray(zipf_ids(np.random.default_rng(3), tokens, (2 * tokens,)), jnp.int32)

@@ -19,10 +19,10 @@ from benches.gpu_measurements import compiled, turn
 from benches.gpu_tasks import TOY
 from benches.synthetic import document_starts
 from jspeed.fields import Stage
+from jspeed.kernels import fp8_cast, fused_mlp, norm_gradient
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import pair_documents
-from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient
 from jspeed.model.layers import rms_norm
 from jspeed.plan.attention import MATMULS
 from jspeed.record.sizes import mean_context

@@ -110,11 +110,11 @@ def stages(names: Iterable[str]) -> list[Task]:
 
 def preflights() -> dict[str, Callable[[], str | None]]:
     """The checks of a run's preflight by their names; XLA's own attention is no candidate here."""
-    from jspeed.recipe import OWN_KERNELS
+    from jspeed.kernels import OWN
     from jspeed.run.compute import preflight_checks
 
     checks: dict[str, Callable[[], str | None]] = {"preflight FP8": preflight_checks.fp8_error}
-    for kernel in sorted(OWN_KERNELS):
+    for kernel in sorted(OWN):
         check = partial(preflight_checks.own_kernel_error, kernel)
         checks[f"preflight own kernel {kernel}"] = check
     kinds: dict[str, dict[str, bool]] = {"packed": {}, "causal": {"packed": False}}

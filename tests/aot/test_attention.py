@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.model.attention import attention, find_documents
 from jspeed.plan import cost
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 from jspeed.plan.target import Target, load_target, pretend, target_mesh
 
 from .custom_calls import custom_calls, fmha_config

@@ -8,12 +8,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
+from jspeed.kernels import fp8_cast
 from jspeed.model import fp8
+from jspeed.model.custom_kernels import own_kernel
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.kernels import fp8_cast
 from jspeed.model.mlp import mlp
 from jspeed.plan import cost, hlo
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 
 from .custom_calls import custom_calls
 
@@ -52,13 +53,15 @@ def test_a_cast_is_one_kernel_without_spills(mesh, case):
 
 
 def own_matmul(x_ND, w_VD, largest, g_NV):
-    run = partial(fp8.measured_matmul, share=0.5, x_scale=0.1, own_kernels=True)
+    run = partial(
+        fp8.measured_matmul, share=0.5, x_scale=0.1, kernel=own_kernel("FP8 casts").kernel
+    )
     y_NV, pull = jax.vjp(run, x_ND, w_VD, largest)
     return y_NV, *pull(g_NV)
 
 
 def own_mlp(x_BTD, up_DF, down_DF, largest_3, g_BTD):
-    run = partial(mlp, share=0.5, x_largest=D**0.5, own_kernels=True)
+    run = partial(mlp, share=0.5, x_largest=D**0.5, kernel=own_kernel("MLP").kernel)
     y_BTD, pull = jax.vjp(
         lambda *arrays: run(*arrays[:3], largest=arrays[3]), x_BTD, up_DF, down_DF, largest_3
     )

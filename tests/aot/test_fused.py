@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.kernels import fused_mlp
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.kernels import fused_mlp
 from jspeed.plan import cost
 
 from .custom_calls import custom_calls

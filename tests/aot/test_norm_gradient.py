@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model.kernels.norm_gradient import norm_gradient
+from jspeed.kernels.norm_gradient import norm_gradient
 from jspeed.plan import cost
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 
 from .custom_calls import custom_calls
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.kernels.own_value import KERNEL
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import without_own_value
 from jspeed.plan import cost
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 
 from .custom_calls import custom_calls
 
@@ -23,7 +24,7 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, width, gated):
     lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradients(g_BTHK, *arguments):
-        out, back = jax.vjp(partial(without_own_value, own_kernels=True), *arguments)
+        out, back = jax.vjp(partial(without_own_value, kernel=KERNEL), *arguments)
         return out, *back(g_BTHK)
 
     shapes = [(1, T, HEADS, width)] * 3 + [(1, T, HEADS)] * (1 + gated)
@@ -53,7 +54,7 @@ def test_only_the_sum_of_gradients_lies_between_a_pass_and_attention(mesh):
 
         def call(q_BTHK, k_BTHK, v_BTHK, *numbers):
             y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=0.1, **rest)
-            return without_own_value(y_BTHK, v_BTHK, *numbers, own_kernels=True)
+            return without_own_value(y_BTHK, v_BTHK, *numbers, kernel=KERNEL)
 
         out_BTHK, back = jax.vjp(call, q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH)
         return out_BTHK, *back(g_BTHK)

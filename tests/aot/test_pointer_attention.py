@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
+from jspeed.kernels.pointer_attention import KERNEL
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
+from jspeed.model.custom_kernels import label
 from jspeed.plan import cost
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 
 from .custom_calls import custom_calls
 
@@ -32,7 +34,7 @@ def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):
     def gradients(q, k, none, tokens, targets, g):
         def run(*qkn):
             documents = find_documents(tokens, 50_256)
-            found = pointer.copies(0, *qkn, tokens, targets, documents, WINDOW, own_kernels=True)
+            found = pointer.copies(0, *qkn, tokens, targets, documents, WINDOW, KERNEL)
             return found.target_BT, found.none_BT
 
         out, back = jax.vjp(run, q, k, none)
@@ -51,9 +53,9 @@ def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):
     text = program.as_text()
     calls = custom_calls(text)
     names = [re.search(r'name = "(\w+)"', call.attributes)[1] for call in calls]
-    shapes_of = {"forward": "128x64", "dq": "64x64", "dk": "64x64"}
     assert names == [
-        f"pointer_{name}_128_window2048_blocks{shape}" for name, shape in shapes_of.items()
+        label("pointer_attention", name, width=128, window=2048, own=own, visited=64)
+        for name, own in {"forward": 128, "dq": 64, "dk": 64}.items()
     ]
     assert {call.target for call in calls} == {TRITON}
     kernels = [kernel for kernel in cost.kernels(text, LONGEST) if kernel.flops]

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.kernels.qk_norm import KERNEL, norm_and_rotate
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions
-from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 
 from .custom_calls import custom_calls
 
@@ -69,7 +69,7 @@ def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
         def call(y_BTE, v_BTHK):
             shape, look_back = (*v_BTHK.shape[:3], width), not paired
             q, k = queries_and_keys(
-                y_BTE, shape, frequencies(K // 4), positions, True, documents, look_back, K
+                y_BTE, shape, frequencies(K // 4), positions, KERNEL, documents, look_back, K
             )
             attend = partial(
                 attention_in_pairs if paired else attention,

@@ -12,7 +12,7 @@ from jspeed.errors import BadInput
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
-from jspeed.plan.attention import TRITON
+from jspeed.plan.cost import TRITON
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
 from jspeed.run.find_recipe import find

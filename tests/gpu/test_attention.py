@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.attention import BACKENDS, attention, find_documents
+from jspeed.kernels import backends
+from jspeed.model.attention import attention, find_documents
 
 from ..model import dense
 
@@ -33,7 +34,7 @@ def lanes(length: int) -> np.ndarray:
     return tokens
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["xla", *backends()])
 def backend(request):
     if (request.param == "splash") != (jax.default_backend() == "tpu") and request.param != "xla":
         pytest.skip(f"{request.param} is not for {jax.default_backend()} devices")

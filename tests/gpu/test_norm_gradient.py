@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspeed.model.kernels.norm_gradient import norm_gradient
+from jspeed.kernels.norm_gradient import norm_gradient
 from jspeed.model.layers import rms_norm
 
 from ..model import dense

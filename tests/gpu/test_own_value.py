@@ -1,9 +1,12 @@
 """Exclusive self-attention on a real GPU, against the plain path in fp32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jspeed.kernels.own_value import KERNEL
 from jspeed.model.heads import without_own_value
 
 from ..model import dense
@@ -24,11 +27,9 @@ def test_a_pass_and_its_gradients(width, gated):
         for key, shape in zip(keys, shapes, strict=False)
     )
     found, expected = [], []
-    for results, dtype, own in (found, jnp.bfloat16, True), (expected, jnp.float32, False):
+    for results, dtype, own in (found, jnp.bfloat16, KERNEL), (expected, jnp.float32, None):
         given = [x.astype(dtype) for x in (y + v, v.at[:, 3].set(0), *numbers)]
-        out, back = jax.vjp(
-            lambda *args, own=own: without_own_value(*args, own_kernels=own), *given
-        )
+        out, back = jax.vjp(partial(without_own_value, kernel=own), *given)
         results += [out, *back(g.astype(dtype))]
     for one, other in zip(found, expected, strict=True):
         assert dense.distance(one, other) < 0.003

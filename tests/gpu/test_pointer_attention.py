@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jspeed.kernels.pointer_attention import KERNEL
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
 
@@ -26,12 +27,12 @@ def test_shares_and_gradients(window):
     gradients = tuple(jax.random.normal(key, (LANES, T)) for key in keys[3:5])
     tokens = jax.random.randint(keys[5], (LANES, T + 1), 1, 50).at[:, ::900].set(0)
     found, expected = [], []
-    for results, dtype, own in (found, jnp.bfloat16, True), (expected, jnp.float32, False):
+    for results, dtype, own in (found, jnp.bfloat16, KERNEL), (expected, jnp.float32, None):
 
         def run(q, k, none, own=own):
             documents = find_documents(tokens[:, :-1], 0)
             copies = pointer.copies(
-                0, q, k, none, tokens[:, :-1], tokens[:, 1:], documents, window, own_kernels=own
+                0, q, k, none, tokens[:, :-1], tokens[:, 1:], documents, window, own
             )
             return copies.target_BT, copies.none_BT
 

@@ -3,11 +3,11 @@
 import jax
 import pytest
 
-from jspeed.model.attention import BACKENDS
+from jspeed.kernels import OWN, attention_backends, own_kernels
+from jspeed.model.custom_kernels import Attending, available
 from jspeed.parallel.mesh import make_mesh
-from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.device import HOPPER, NATIVE_FP8, backends, capability_of
+from jspeed.run.compute.device import NATIVE_FP8, chip_of
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1"
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", *attention_backends.backends()])
 def test_attention(backend, packed, width):
-    if backend not in backends(jax.devices()[0], packed):
+    if backend not in available(chip_of(jax.devices()[0]), Attending(packed)).attention:
         pytest.skip(f"this device is not given {backend}")
     assert preflight_checks.attention_error(backend, width, packed) is None
 
@@ -26,20 +26,20 @@ def test_attention(backend, packed, width):
 @pytest.mark.parametrize("how", ["bounded", "tagged"])
 def test_cudnns_rows_and_tags(how):
     """Whose gradients are those of near keys alone."""
-    if capability_of(jax.devices()[0]) != HOPPER:
+    if not own_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
     assert preflight_checks.attention_error("cudnn", 128, packed=True, **{how: True}) is None
 
 
 def test_fp8():
-    if (capability_of(jax.devices()[0]) or (0,)) < NATIVE_FP8:
+    if (chip_of(jax.devices()[0]).capability or (0,)) < NATIVE_FP8:
         pytest.skip("this GPU has no FP8 matmuls")
     assert preflight_checks.fp8_error() is None
 
 
-@pytest.mark.parametrize("kernel", sorted(OWN_KERNELS))
+@pytest.mark.parametrize("kernel", sorted(OWN))
 def test_own_kernels(kernel):
-    if capability_of(jax.devices()[0]) != HOPPER:
+    if not own_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
     assert preflight_checks.own_kernel_error(kernel) is None
 

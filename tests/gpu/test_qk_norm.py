@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.kernels.qk_norm import norm_and_rotate
 from jspeed.model.heads import pair_positions
-from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, queries_and_keys
 
 from ..model import dense

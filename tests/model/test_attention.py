@@ -14,10 +14,10 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import PartitionSpec as P
 
 from jspeed.errors import BadInput
+from jspeed.kernels import attention_backends
 from jspeed.model import attention as module
 from jspeed.model.attention import Documents, attention, find_documents, tags
 from jspeed.model.heads import attention_in_pairs
-from jspeed.model.kernels import attention_backends
 from jspeed.model.layers import rms_norm
 
 from . import dense

@@ -11,6 +11,8 @@ import pytest
 # Private: the interpreter has no public name yet.
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from jspeed.kernels import fp8_cast, fused_mlp
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.fp8 import (
     E4M3,
     E5M2,
@@ -24,7 +26,6 @@ from jspeed.model.fp8 import (
     scales_of,
     watch,
 )
-from jspeed.model.kernels import fp8_cast, fused_mlp
 from jspeed.model.layers import scaled
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
@@ -253,12 +254,12 @@ def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before,
         for s in ((*rows, 256), (128, 256), (*rows, 128))
     )
 
-    def found(own_kernels):
-        run = partial(measured_matmul, share=0.5, own_kernels=own_kernels)
+    def found(kernel):
+        run = partial(measured_matmul, share=0.5, kernel=kernel)
         y, pull = jax.vjp(run, x, w, jnp.float32(before))
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 
-    one, two = found(True), found(False)
+    one, two = found(Kernel(fp8_cast.cast, fp8_cast.fits)), found(None)
     assert interpreted == ([] if rows[1] == 60 else [("cast", (256, 128))])
     for a, b in zip(one, two, strict=True):
         # sums in another order
@@ -275,7 +276,7 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
     x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     largest = jnp.float32([2000.0, 500.0, 4.0])
 
-    def found(own_kernels, largest=largest):
+    def found(kernel, largest=largest):
         def run(x, up, down, largest):
             return mlp(
                 x,
@@ -284,13 +285,14 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
                 largest=largest,
                 share=0.5,
                 x_largest=x_largest,
-                own_kernels=own_kernels,
+                kernel=kernel,
             )
 
         y, pull = jax.vjp(run, x, up, down, largest)
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 
-    one, two, plain = found(True), found(False), found(False, None)
+    kernel = Kernel(fused_mlp.mlp, fused_mlp.fits)
+    one, two, plain = found(kernel), found(None), found(None, None)
     assert interpreted == [
         (name, (256, 128))
         for name in ("squared_relu_matmul_fp8", "cast", "squared_relu_gradient_fp8")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model.kernels import row_sums
+from jspeed.kernels import row_sums
+from jspeed.model.custom_kernels import Kernel
 from jspeed.optim.rows import RowState, row_adam
 from jspeed.parallel.lazy_table import (
     HIGH,
@@ -90,8 +91,8 @@ def test_updates_are_those_of_a_dense_table(devices):
     np.testing.assert_array_equal(np.asarray(found)[ROWS // 2 :], table[ROWS // 2 :])
 
 
-def test_gradients_by_the_kernel_are_those_of_the_plain_path(monkeypatch):
-    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
+def test_gradients_by_the_kernel_are_those_of_the_plain_path():
+    kernel = Kernel(partial(row_sums.sum_rows, interpret=True))
     draw, part = np.random.default_rng(0), jnp.zeros((ROWS, 16), jnp.bfloat16)
     ids, grad = (
         jnp.asarray(draw.integers(0, ROWS, (1, IDS))),
@@ -101,7 +102,7 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(monkeypatch):
         jax.vjp(lambda sink, on=on: read(Lazy(part, sink), ids, None, on), empty(part, IDS, 1))[1](
             grad
         )[0]
-        for on in (True, False)
+        for on in (kernel, None)
     )
     np.testing.assert_array_equal(own.rows_R2, plain.rows_R2)
     np.testing.assert_allclose(
@@ -110,10 +111,10 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(monkeypatch):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
-def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay, monkeypatch):
+def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay):
     """Rows that are named often, unused places, which most of a list may be, two lists, and several
     updates."""
-    monkeypatch.setattr(row_sums, "row_adam", partial(row_sums.row_adam, interpret=True))
+    kernel = Kernel(partial(row_sums.row_adam, interpret=True))
     draw, width = np.random.default_rng(0), 16
     adam = row_adam(
         lambda n: 0.1,
@@ -132,7 +133,7 @@ def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay, monkeyp
             Pending(jnp.asarray(rows[part], jnp.int32), grads[part])
             for part in (slice(120), slice(120, None))
         ]
-        own, plain = adam.update(found, *own, True), adam.update(found, *plain, False)
+        own, plain = adam.update(found, *own, kernel), adam.update(found, *plain)
         np.testing.assert_allclose(
             *(np.asarray(each[0], np.float32) for each in (own, plain)), rtol=2**-7, atol=1e-3
         )

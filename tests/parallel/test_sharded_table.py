@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jspeed.model.kernels import row_sums
+from jspeed.kernels import row_sums
+from jspeed.model.custom_kernels import Kernel
 from jspeed.parallel.mesh import make_mesh
 from jspeed.parallel.sharded_table import fetch, look_up
 
 ROWS, WIDTH = 64, 3
+KERNEL = Kernel(partial(row_sums.sum_rows, interpret=True))
 
 
 def case(devices, tokens=24):
@@ -23,13 +25,13 @@ def case(devices, tokens=24):
     return table, ids, rng.normal(size=(devices, tokens, WIDTH)).astype(np.float32)
 
 
-def program(devices, own_kernels=False):
+def program(devices, kernel=None):
     if devices == 1:
-        return lambda table, ids: fetch(table, ids, None, own_kernels)
+        return lambda table, ids: fetch(table, ids, None, kernel)
     cut = PartitionSpec("data")
     mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
     return jax.shard_map(
-        lambda table, ids: fetch(table, ids, "data", own_kernels),
+        lambda table, ids: fetch(table, ids, "data", kernel),
         mesh=mesh,
         in_specs=(cut, cut),
         out_specs=cut,
@@ -70,9 +72,8 @@ def test_gradients_of_a_bf16_part_are_summed_in_fp32():
 
 @pytest.mark.parametrize("tokens", [24, 512])
 @pytest.mark.parametrize("devices", [1, 8])
-def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens, monkeypatch):
+def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens):
     """Of rows that many tokens want, that one wants, and of slots that are unused."""
-    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 4096, size=(devices, tokens)).astype(np.int32)
     ids[:, 5 : tokens // 2] = 7
@@ -82,7 +83,7 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens, mo
         (out, pull(grad)[0])
         for out, pull in (
             jax.vjp(jax.jit(program(devices, own)), table, jnp.asarray(ids))
-            for own in (True, False)
+            for own in (KERNEL, None)
         )
     )
     np.testing.assert_array_equal(rows, same_rows)
@@ -94,9 +95,8 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens, mo
     assert (found != expected).mean() < 1e-3
 
 
-def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either(monkeypatch):
+def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either():
     """All of that device's is not a number; the others' arrives."""
-    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 4096, size=(8, 512)).astype(np.int32)
     ids[3, :129] = np.arange(129)
@@ -107,7 +107,7 @@ def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either(
             jax.vjp(jax.jit(program(8, own)), jnp.zeros((4096, 32), jnp.bfloat16), ids)[1](grad)[0],
             np.float32,
         )
-        for own in (True, False)
+        for own in (KERNEL, None)
     )
     assert np.isnan(expected).any() and np.isfinite(expected).any()
     np.testing.assert_array_equal(found, expected)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jspeed.model.custom_kernels import label
 from jspeed.plan import attention, cost, hlo, predict
 from jspeed.plan.describe import matrices_of
 from jspeed.plan.target import parse_target
@@ -91,11 +92,11 @@ ENTRY %main (q: bf16[2,100,3,64], first: s32[2,100]) -> bf16[2,100,3,64] {
   %pallas_call.7 = (bf16[2,100,3,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom-call(%q, %q, %q, \
 %first), \
 custom_call_target="__gpu$xla.gpu.triton", api_version=API_VERSION_TYPED_FFI, \
-metadata={op_name="jit(f)/jvp(attention_forward_packed_window24_blocks16x8)/pallas_call" \
+metadata={op_name="jit(f)/jvp(LABEL)/pallas_call" \
 stack_frame_id=12}, \
 backend_config={debug = false, grid_x = 7 : i32, grid_y = 3 : i32, grid_z = 2 : i32, ir = \
 "ML\\EFR", \
-name = "attention_forward_packed_window24_blocks16x8", num_stages = 2 : i32, num_warps = 8 : i32}
+name = "LABEL", num_stages = 2 : i32, num_warps = 8 : i32}
   %other = bf16[2,100,3,64]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", \
 backend_config={name = "of_another_author"}
   ROOT %out = bf16[2,100,3,64]{3,2,1,0} get-tuple-element(%pallas_call.7), index=0
@@ -108,8 +109,8 @@ backend_config={name = "of_another_author"}
 @pytest.mark.parametrize("window", [24, 1, 0])
 def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window):
     kind = "forward" if name == "forward" else "backward"
-    mask = f"{'packed' if packed else 'causal'}_window{window}"
-    text = OWN.replace("forward_packed_window24", f"{name}_{mask}")
+    numbers = {"packed": int(packed), "window": window or None, "own": 16, "visited": 8}
+    text = OWN.replace("LABEL", label("fused_attention", name, **numbers))
     call, other = cost.kernels(text, max_doc_len=40)
     assert (call.kind, other.kind, other.flops) == (f"attention_{kind}", "other", 0.0)
     # seven blocks of 16, the last one not full
@@ -129,9 +130,8 @@ def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window
 def test_the_pointer_counts_the_blocks_it_visits(name, matmuls, window):
     """One head, and keys before the query; windows of attention are others."""
     result = "f32[2,100]{1,0}" if name == "forward" else "bf16[2,100,1,64]{3,2,1,0}"
-    text = OWN.replace(
-        "attention_forward_packed_window24", f"pointer_{name}_64_window{window}"
-    ).replace(",3,64]", ",1,64]")
+    named = label("pointer_attention", name, width=64, window=window, own=16, visited=8)
+    text = OWN.replace("LABEL", named).replace(",3,64]", ",1,64]")
     text = text.replace(
         "(bf16[2,100,1,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom", f"({result}, {result}) custom"
     )
@@ -159,7 +159,7 @@ ENTRY %main (q: bf16[2,3,1024,64]) -> bf16[2,3,1024,64] {
 bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)}) custom-call(%q, \
 %q, /*index=5*/%q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
-}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/\
+}}, metadata={op_name="jit(f)/jvp(LABEL)/\
 vmap(static_sparsity_splash)/jit(_splash_attention)/\
 splash_mha_NAME/splash_mha_NAME/pallas_call" stack_frame_id=9}, \
 backend_config={"custom_call_config":{"body":"TUzvUg="}}
@@ -167,7 +167,7 @@ backend_config={"custom_call_config":{"body":"TUzvUg="}}
 index=1, \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
-}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/splash_mha_NAME/pallas_call" \
+}}, metadata={op_name="jit(f)/jvp(LABEL)/splash_mha_NAME/pallas_call" \
 stack_frame_id=9}
 }
 """
@@ -185,9 +185,8 @@ stack_frame_id=9}
 def test_splash_attention_counts_the_blocks_it_visits(name, kind, matmuls, window):
     """Blocks of the causal mask and the window; documents end none. Operands of 256 tokens are read
     for each pair."""
-    [call] = cost.kernels(
-        SPLASH.replace("NAME", name).replace("WINDOW", str(window)), max_doc_len=40
-    )
+    named = label("splash_attention", "attend", window=window or None, own=256)
+    [call] = cost.kernels(SPLASH.replace("NAME", name).replace("LABEL", named), max_doc_len=40)
     t, s = np.arange(1024)[:, None], np.arange(1024)[None]
     seen = (s <= t) & (t - s < (window or 1024))
     pairs = seen.reshape(4, 256, 4, 256).any((1, 3)).sum()

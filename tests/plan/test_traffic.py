@@ -26,7 +26,8 @@ ENTRY %main (x: f8e4m3fn[49152,768], w: f8e4m3fn[3072,768], s: f32[2]) -> bf16[4
   %s = f32[2]{0} parameter(2)
   %mpmd_map.4 = (bf16[49152,3072]{1,0}, f8e4m3fn[49152,3072]{1,0}, f32[48,49152]{1,0}) \
 custom-call(%x, %w, %s), \
-custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/jvp()/kernel/mpmd_map"}
+custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(step)/shard_map/jvp(fused_matmul__matmul)/kernel/mpmd_map"}
   ROOT %same = (f8e4m3fn[49152,768]{1,0}) custom-call(%x, %x), custom_call_target="mosaic_gpu_v2"
 }
 """
@@ -43,7 +44,7 @@ f8e5m2[49152,3072] {
   ROOT %own = (f8e5m2[49152,3072]{1,0}, f8e5m2[3072,49152]{1,0}, f32[48,49152]{1,0}) \
 custom-call(%g, %w, %s, %h), \
 custom_call_target="mosaic_gpu_v2", \
-metadata={op_name="jit(step)/shard_map/transpose(jvp())/kernel/mpmd_map"}
+metadata={op_name="jit(step)/shard_map/transpose(jvp(fused_matmul__matmul))/kernel/mpmd_map"}
 }
 """
 

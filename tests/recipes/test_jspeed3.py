@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.recipe import OWN_KERNELS
+from jspeed.kernels import OWN
+from jspeed.model.custom_kernels import own_kernel
 from jspeed.recipes import jspeed3, r92
 from jspeed.run.find_recipe import find
 
@@ -27,24 +28,25 @@ SIZES = [
 @pytest.mark.parametrize(
     ("training", "there", "used"),
     [
-        (True, OWN_KERNELS, True),
-        (True, OWN_KERNELS - {"pointer"}, False),
-        (False, OWN_KERNELS, False),
+        (True, set(OWN), True),
+        (True, OWN.keys() - {"pointer"}, False),
+        (False, set(OWN), False),
     ],
 )
 def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_it(training, there, used):
     """In the traced loss, at sizes that own kernels take; their numbers are in
-    tests/model/kernels."""
+    tests/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
     shape = partial(jax.ShapeDtypeStruct, (1, 32))
     params = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.compute or jnp.float32)
         for path, spec in recipe.parameters.items()
     }
-    ctx = r.Context(recipe.stages[1], training, fp8="missing", own_kernels=there)
+    kernels = {name: own_kernel(name).kernel for name in there}
+    ctx = r.Context(recipe.stages[1], training, fp8="missing", kernels=kernels)
     arguments = params, shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)
     traced = str(jax.make_jaxpr(partial(recipe.loss, ctx=ctx))(*arguments))
-    assert ("pointer_forward_16_window12" in traced) == used
+    assert ("pointer_attention__forward__width16__window12" in traced) == used
 
 
 def test_all_that_is_counted_in_steps_is_086_of_r92s():

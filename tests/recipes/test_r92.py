@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed.kernels import OWN, attention_backends
 from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.kernels import attention_backends, norm_gradient, own_value, qk_norm
+from jspeed.model.custom_kernels import own_kernel
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
 from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
 from jspeed.model.positions import frequencies, yarn
 from jspeed.model.sampled import candidates
 from jspeed.optim.schedules import jumps, through
-from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import r92
 from jspeed.record import sizes
 from jspeed.run.check_recipe import check_recipe
@@ -248,7 +248,7 @@ def test_narrow_queries_and_keys(backend, monkeypatch):
     """Against a plain softmax in float64; kernels get zeros at their end, and outputs as wide as
     values."""
     monkeypatch.setattr(
-        "jspeed.model.kernels.attention_backends.splash",
+        "jspeed.kernels.attention_backends.splash",
         lambda q, k, v, *, scale, ids_BT, window: attention(
             q, k, v, scale=scale, documents=documents, window=window
         ),
@@ -307,27 +307,26 @@ def test_the_field_for_own_kernels_is_that_of_the_update_of_n_grams_too(asked):
     assert [each.own_kernels for each in recipe.row_optimizers().values()] == [asked]
 
 
+INTERPRETED = "queries and keys", "XSA", "gradient of a norm"
+
+
 @pytest.mark.slow
 def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypatch):
     """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks
     none."""
-    called = []
+    called, kernels = [], {name: own_kernel(name).kernel for name in OWN}
 
-    def interpreted(module, name):
-        kernel = getattr(module, name)
+    def interpreted(name):
+        run = kernels[name].run
 
         def call(*args):
             called.append(name)
-            return kernel(*args, interpret=True)
+            return run(*args, interpret=True)
 
-        monkeypatch.setattr(module, name, call)
+        kernels[name] = kernels[name]._replace(run=call)
 
-    for module, name in (
-        (qk_norm, "norm_and_rotate"),
-        (own_value, "subtract_own_value"),
-        (norm_gradient, "norm_gradient"),
-    ):
-        interpreted(module, name)
+    for name in INTERPRETED:
+        interpreted(name)
 
     def stand_in(q, k, v, *, scale, offsets_BO, window, longest=None):
         called.append("masked" if offsets_BO is not None else "tagged")
@@ -372,19 +371,13 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
         ctx = r.Context(
             recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native"
         )
-        ctx = dataclasses.replace(ctx, own_kernels=OWN_KERNELS)
+        ctx = dataclasses.replace(ctx, kernels=kernels)
         loss = functools.partial(recipe.loss, ctx=ctx)
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *arrays))
         if way == "off":
             assert set(called) == {"masked"}
             called.clear()
-    assert set(called) == {
-        "norm_and_rotate",
-        "subtract_own_value",
-        "norm_gradient",
-        "masked",
-        "tagged",
-    }
+    assert set(called) == {*INTERPRETED, "masked", "tagged"}
     ((value, _), grads), ((expected, _), wanted) = found[1], found[0]
     assert float(value) == pytest.approx(float(expected), rel=2e-3)
     for name in (*banks, "head", "values", "layer_scales", "post_scales", "attention_scales"):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels import attention_backends
 from jspeed.model.attention import attention
-from jspeed.model.kernels import attention_backends
+from jspeed.model.custom_kernels import Refused
 from jspeed.run import setup
 from jspeed.run.compute import device, preflight_checks
 from jspeed.run.options import Options
@@ -26,7 +27,7 @@ def plain(q, k, v, *, scale, offsets_BO, window):
 
 
 def refuses(*_, **__):
-    raise attention_backends.Refused("not here")
+    raise Refused("not here")
 
 
 def a_percent_off(*arrays, **rest):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspeed.model.kernels import packed_cudnn
+from jspeed.kernels import packed_cudnn
 from jspeed.run import evaluate, setup
 from jspeed.run.compute import device, preflight_checks
 from jspeed.run.find_recipe import find
@@ -15,7 +15,7 @@ from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..data.on_disk import shard_bytes
-from ..model.kernels import cudnn_twin
+from ..kernels import cudnn_twin
 from ..toys import TOYS
 
 BOS, LONGEST = 5, 40  # validation documents are not cut at MAX_DOC_LEN

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model.kernels import attention_backends
+from jspeed.model.custom_kernels import Refused, backends
 from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
 
-BACKENDS = ("xla", "triton", "cudnn", "cudnn_lanes", "splash")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this run as a loop instead of unrolled."""
@@ -104,7 +103,7 @@ def tags(documents: Documents, channels: int) -> jax.Array:
     slots = documents.offsets.shape[1] - 1
     digits = (slots - 1).bit_length()
     if digits > channels:
-        raise attention_backends.Refused(
+        raise Refused(
             f"{channels} channels tell {2**channels} documents apart, found {slots} slots"
         )
     digit_C = jnp.arange(channels, dtype=jnp.int32)[None, None]
@@ -135,9 +134,9 @@ def attention(
     the end, which changes no score.
 
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are
-    kernels of :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the
-    rest a GPU (and all but ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``,
-    the rest ``documents.offsets``: a lane of more than ``max_docs`` documents, or of one past
+    :func:`jspeed.model.custom_kernels.backends` and want bf16: ``splash`` a TPU, the rest a GPU
+    (and all but ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest
+    ``documents.offsets``: a lane of more than ``max_docs`` documents, or of one past
     ``max_doc_len``, gives NaN, never a silently wrong mask; of the latter ``cudnn`` does not write
     what is past it. ``marked``: the queries of such lanes are NaN already
     (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them
@@ -152,10 +151,11 @@ def attention(
     Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does
     not support, and for heads that do not divide.
     """
-    if backend not in BACKENDS:
+    if backend != "xla" and backend not in backends():
+        known = ("xla", *backends())
         raise BadInput(
             f"attention backend {backend!r} is not known; choose"
-            f" {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
+            f" {', '.join(known)}{nearest(backend, known)}"
         )
     if window is not None and window < 1:
         raise BadInput(
@@ -175,47 +175,47 @@ def attention(
         return _over_heads(partial(path, scale=scale, **windows), q_BTHK, k_BTHK, v_BTHK, ids_BT)
     if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
-
-    def with_ids(q_BTHK, k_BTHK, v_BTHK, ids_BT):
-        return attention_backends.splash(
-            q_BTHK, k_BTHK, v_BTHK, scale=scale, ids_BT=ids_BT, window=window
-        )
-
-    if backend == "splash":
-        return _over_heads(with_ids, q_BTHK, k_BTHK, v_BTHK, ids_BT)
-    if documents is not None and documents.offsets is None:
+    kernel, told = backends()[backend], {}
+    if kernel.reads == "offsets_BO" and documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a"
             " max_docs, or choose backend 'xla'"
         )
-    offsets_BO = None if documents is None else documents.offsets
+    if documents is not None and documents.longest:
+        told["longest"] = documents.longest
+    if gradient_window is not None:
+        told["gradient_window"] = gradient_window
+    told = {name: number for name, number in told.items() if name in kernel.takes}
+    if tagged := tagged and "tagged" in kernel.takes:
+        _require_apart(scale, v_BTHK.shape[-1] // 2)
+        told.pop("longest", None)
 
-    def with_offsets(q_BTHK, k_BTHK, v_BTHK, offsets_BO):
-        if offsets_BO is not None and not marked:
-            q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
-        rest = (
-            {"longest": documents.longest}
-            if backend == "cudnn" and documents and documents.longest
-            else {}
-        )
-        if tagged and backend == "cudnn":
-            _require_apart(scale, v_BTHK.shape[-1] // 2)
-            offsets_BO, rest = None, {}
-        if gradient_window is not None and backend == "cudnn":
-            rest |= {"gradient_window": gradient_window}
-        path = getattr(attention_backends, backend)
-        return path(
-            q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest
-        )
+    def attend(q_BTHK, k_BTHK, v_BTHK, of_documents):
+        if kernel.reads == "offsets_BO" and of_documents is not None and not marked:
+            q_BTHK = nan_where_overflown(q_BTHK, of_documents)
+        given = {kernel.reads: None if tagged else of_documents}
+        return kernel.attend(q_BTHK, k_BTHK, v_BTHK, scale=scale, window=window, **given, **told)
 
-    return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK, offsets_BO)
+    of_documents = documents and (documents.ids if kernel.reads == "ids_BT" else documents.offsets)
+    return _over_heads(attend, q_BTHK, k_BTHK, v_BTHK, of_documents)
+
+
+def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
+    """Make the queries NaN in lanes with more documents than slots, and with them outputs,
+    gradients and the loss.
+
+    Queries, because this fuses into the normalisation or rotation that computes them; outputs would
+    cost a pass.
+    """
+    overflown_B = offsets_BO[:, -1] < q_BTHK.shape[1]
+    return q_BTHK * jnp.where(overflown_B, jnp.nan, 1).astype(q_BTHK.dtype)[:, None, None, None]
 
 
 def _require_apart(scale: float, width: int) -> None:
     """Raise Refused where tags do not lower scores of normalised heads of ``width`` channels by
     LEAST_APART."""
     if (apart := (2 * TAG**2 - 2 * width) * scale) < LEAST_APART:
-        raise attention_backends.Refused(
+        raise Refused(
             f"tags lower the scores of other documents by {apart:.3g} at scale {scale:g};"
             f" {LEAST_APART:g} are needed"
         )

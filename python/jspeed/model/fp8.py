@@ -15,6 +15,8 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
+from jspeed.model.custom_kernels import Kernel
+
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57_344.0
 GRADIENT_MARGIN = 16.0
@@ -150,7 +152,7 @@ def measured_matmul(
     x_scale: float | jax.Array | None = None,
     w_scale: jax.Array | None = None,
     *,
-    own_kernels: bool = False,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2,
     times the operands that the forward pass rounded to e4m3.
@@ -160,39 +162,35 @@ def measured_matmul(
     rounded gradient, as :func:`watch` has it. While it is 0, before the first step, the scale is 1.
     ``w_scale``: that of ``w_VD``, where :func:`scales_of` gave it.
 
-    With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`,
-    on Hopper in bf16 where rows and V are multiples of 128: the same numbers, without a pass for
-    the amax. ``x`` is left to XLA, which rounds it where it is computed, row-major and transposed:
-    a kernel would need it in bf16 in memory first.
+    With ``kernel`` ("FP8 casts") the incoming gradient is rounded by one kernel, on Hopper in bf16
+    where rows and V are multiples of 128: the same numbers, without a pass for the amax. ``x`` is
+    left to XLA, which rounds it where it is computed, row-major and transposed: a kernel would need
+    it in bf16 in memory first.
     """
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype) if w_scale is None else w_scale
     x_ND = x.reshape(-1, x.shape[-1])
-    if own_kernels:
-        from jspeed.model.kernels import fp8_cast  # slow to import, and most runs do without
-
-        own_kernels = fp8_cast.fits(x_ND.shape[0], w_VD.shape[0])
-    y_NV = _measured_matmul(x_ND, w_VD, largest, share, *scales, own_kernels)
+    if kernel and not kernel.fits(x_ND.shape[0], w_VD.shape[0]):
+        kernel = None
+    y_NV = _measured_matmul(x_ND, w_VD, largest, share, *scales, kernel)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels):
-    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels)[0]
+def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
+    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel)[0]
 
 
-def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels):
+def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
     y_NV, q_ND, q_VD = _rounded_dot(x_ND, w_VD, x_scale, w_scale)
     return y_NV, (q_ND, q_VD, largest, share, x_scale, w_scale, w_VD[:0])
 
 
-def _measured_backward(own_kernels, saved, g_NV):
+def _measured_backward(kernel, saved, g_NV):
     q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
     scale = gradient_scale(largest, x_scale.dtype)
-    if own_kernels:
-        from jspeed.model.kernels import fp8_cast
-
-        q_NV, by_v, amax = fp8_cast.cast(g_NV, scale.astype(jnp.float32), E5M2)
+    if kernel:
+        q_NV, by_v, amax = kernel.run(g_NV, scale.astype(jnp.float32), E5M2)
         over = (1, 0)
     else:
         q_NV = by_v = quantise(g_NV, scale.astype(jnp.float32), E5M2)
@@ -202,7 +200,7 @@ def _measured_backward(own_kernels, saved, g_NV):
     # Amax of the rounded gradient: a margin of 16 absorbs the rounding, and the unrounded one is
     # never in memory.
     amax = (
-        jnp.max(amax if own_kernels else jnp.abs(q_NV.astype(jnp.float32)))
+        jnp.max(amax if kernel else jnp.abs(q_NV.astype(jnp.float32)))
         * scale.astype(jnp.float32)
         * share
     )

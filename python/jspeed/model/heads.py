@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import in_blocks, with_block_before
 
@@ -51,7 +52,7 @@ def without_own_value(
     v_BTHK: jax.Array,
     alpha_BTH: jax.Array,
     gate_BTH: jax.Array | None = None,
-    own_kernels: bool = False,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own
     value (XSA, record 82).
@@ -59,14 +60,11 @@ def without_own_value(
     ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of
     one dtype.
 
-    With ``own_kernels`` that is one kernel, and so is its gradient: equal up to rounding
-    (:mod:`jspeed.model.kernels.own_value`). Inside ``jax.shard_map`` it needs ``check_vma=False``.
-    It raises BadInput for what its kernels do not support.
+    With ``kernel`` ("XSA") that is one kernel, and so is its gradient: equal up to rounding. Inside
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what it does not support.
     """
-    if own_kernels:
-        from jspeed.model.kernels import own_value  # slow to import, and most runs do without
-
-        return own_value.subtract_own_value(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
+    if kernel:
+        return kernel.run(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
     along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(
         jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8
     )

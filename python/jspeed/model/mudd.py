@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.layers import rms_norm
 
 Parts = Callable[..., list[jax.Array]]
@@ -110,34 +111,31 @@ def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
 
 
 def add_normed(
-    parts: Parts, x_BTD: jax.Array, scale: jax.Array, own_kernels: bool = False
+    parts: Parts, x_BTD: jax.Array, scale: jax.Array, kernel: Kernel | None = None
 ) -> jax.Array:
     """Return ``scale`` x + the sum of ``parts(rms_norm(x))`` as :func:`blend` does; ``scale`` is a
     scalar.
 
-    With ``own_kernels`` the gradients of x meet in one kernel
-    (:mod:`jspeed.model.kernels.norm_gradient`) and are rounded once, not each; on Hopper, for whole
-    blocks of tokens and channels. ``parts`` may use arrays around it.
+    With ``kernel`` ("gradient of a norm") the gradients of x meet in one kernel and are rounded
+    once, not each; on Hopper, for whole blocks of tokens and channels. ``parts`` may use arrays
+    around it.
     """
-    if own_kernels:
-        # slow to import, and most runs do without
-        from jspeed.model.kernels.norm_gradient import fits
-
-        own_kernels = fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1])
-    if not own_kernels:
+    if not kernel or not kernel.fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1]):
         return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD))))
     converted, around = jax.closure_convert(parts, x_BTD)
-    return _add_normed(converted, x_BTD, scale, around)
+    return _add_normed(converted, kernel, x_BTD, scale, around)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _add_normed(
-    parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
+    parts: Parts, kernel: Kernel, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
 ) -> jax.Array:
     return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD), *around)))
 
 
-def _add_normed_forward(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]):
+def _add_normed_forward(
+    parts: Parts, kernel: Kernel, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
+):
     found, back = jax.vjp(parts, rms_norm(x_BTD), *around)
     return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found)), (
         x_BTD,
@@ -147,15 +145,13 @@ def _add_normed_forward(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around
     )
 
 
-def _add_normed_backward(parts: Parts, saved: Any, g_BTD: jax.Array):
-    from jspeed.model.kernels import norm_gradient
-
+def _add_normed_backward(parts: Parts, kernel: Kernel, saved: Any, g_BTD: jax.Array):
     x_BTD, scale, found, back = saved
     of_normed_BTD, *of_around = back([g_BTD for _ in found])
     out_ND, normed_ND, x_ND = (
         a_BTD.reshape(-1, a_BTD.shape[-1]) for a_BTD in (g_BTD, of_normed_BTD, x_BTD)
     )
-    dx_ND, dscale = norm_gradient.norm_gradient(out_ND, normed_ND, x_ND, scale)
+    dx_ND, dscale = kernel.run(out_ND, normed_ND, x_ND, scale)
     return dx_ND.reshape(x_BTD.shape), dscale.astype(scale.dtype), of_around
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, cached_mask
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import in_blocks, with_block_before
 from jspeed.model.losses import Copies
@@ -29,7 +30,7 @@ def copies(
     targets_BT: jax.Array,
     documents: Documents,
     window: int,
-    own_kernels: bool = False,
+    kernel: Kernel | None = None,
 ) -> Copies:
     """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]``
     both.
@@ -38,17 +39,14 @@ def copies(
     Scores and softmax are fp32; blocks of ``window`` queries are done one after the other and again
     for the gradient, so that memory is that of one.
 
-    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.pointer_attention`):
-    equal up to rounding, on Hopper in bf16 only. An active KV cache does without them.
+    With ``kernel`` ("pointer") scores never go to memory: equal up to rounding, on Hopper in bf16
+    only. An active KV cache does without it.
     """
-    if own_kernels and not active_cache():
-        # slow to import, and most runs do without
-        from jspeed.model.kernels.pointer_attention import shares
-
+    if kernel and not active_cache():
         none_BT = jnp.einsum("btk,k->bt", q_BTK, none_K, preferred_element_type=jnp.float32)
-        return Copies(
-            *shares(q_BTK, k_BTK, none_BT, tokens_BT, targets_BT, documents.ids, window), copy_id
-        )
+        of_tokens = tokens_BT, targets_BT, documents.ids
+        shares = kernel.run(q_BTK, k_BTK, none_BT, *of_tokens, window)
+        return Copies(shares[0], shares[1], copy_id)
 
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.model.attention import Documents, tags
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import position_ids, rms_norm
 
@@ -70,7 +71,7 @@ def queries_and_keys(
     shape: Sequence[int],
     angles: NDArray[np.float64],
     positions_TP: jax.Array,
-    own_kernels: bool = False,
+    kernel: Kernel | None = None,
     documents: Documents | None = None,
     look_back: bool = False,
     padded: int | None = None,
@@ -80,20 +81,17 @@ def queries_and_keys(
 
     With ``look_back`` keys then go through :func:`offset_keys`.
 
-    With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal
-    up to rounding (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have
-    more ``documents`` than slots: call :func:`jspeed.model.attention.attention` with ``marked``. It
-    appends channels to each head up to ``padded``, as attention would where values are that wide:
+    With ``kernel`` ("queries and keys"), and no active KV cache, that is one kernel, and so is its
+    gradient: equal up to rounding. The kernel also makes lanes NaN that have more ``documents``
+    than slots: call :func:`jspeed.model.attention.attention` with ``marked``. It appends channels
+    to each head up to ``padded``, as attention would where values are that wide:
     :func:`jspeed.model.attention.tags` (call it with ``tagged``), then zeros. Inside
-    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not
-    support.
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what it does not support.
     """
-    if not own_kernels or active_cache():
+    if not kernel or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(shape)), angles, positions_TP) for x in (q, k))
         return q_BTHK, offset_keys(k_BTHK) if look_back else k_BTHK
-    from jspeed.model.kernels import qk_norm  # slow to import, and most runs do without
-
     angle_TPF = (
         positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
     )
@@ -102,7 +100,7 @@ def queries_and_keys(
         factor_B = jnp.where(documents.offsets[:, -1] < shape[1], jnp.nan, 1).astype(jnp.float32)
         tags_BTF = tags(documents, len(angles)) if padded and padded > shape[3] else None
     tables = jnp.cos(angle_TPF), jnp.sin(angle_TPF)
-    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, tags_BTF, shape[2], look_back, padded)
+    return kernel.run(y_BTE, *tables, factor_B, tags_BTF, shape[2], look_back, padded)
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:

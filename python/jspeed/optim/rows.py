@@ -1,12 +1,14 @@
 """Adam for tables of which few rows have a gradient: one second moment a row, and no momentum."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jspeed.model.custom_kernels import Kernel
 from jspeed.parallel.lazy_table import Pending, distinct, grouped, joined
 
 # of rows as ``distinct`` gives them
@@ -22,14 +24,16 @@ class RowState(NamedTuple):
 
 
 class RowTransformation(NamedTuple):
-    """``init(table [V, D])`` and ``update(found, table, state, own_kernels) -> (table, state)``.
+    """``init(table [V, D])`` and ``update(found, table, state, kernel) -> (table, state)``.
 
     ``found`` are lists of rows, some several times, and their gradients; rows from V on mean
     nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says.
     """
 
     init: Callable[[jax.Array], RowState]
-    update: Callable[[Sequence[Pending], jax.Array, RowState, bool], tuple[jax.Array, RowState]]
+    update: Callable[
+        [Sequence[Pending], jax.Array, RowState, Kernel | None], tuple[jax.Array, RowState]
+    ]
     own_kernels: str = "off"
 
 
@@ -47,14 +51,14 @@ def row_adam(
     Schedules map the number of past updates. The mean square of every row decays at every update.
     Decay is cautious, ``weight_decay`` x rate squared, as
     :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are summed in fp32. With
-    own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`).
+    a kernel ("update of rows") sums and changes are one.
     """
 
     def init(table_VD: jax.Array) -> RowState:
         return RowState(jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[0], jnp.float32))
 
     def update(
-        found: Sequence[Pending], table_VD: jax.Array, state: RowState, own_kernels: bool = False
+        found: Sequence[Pending], table_VD: jax.Array, state: RowState, kernel: Kernel | None = None
     ) -> tuple[jax.Array, RowState]:
         beta, rate = (
             jnp.asarray(schedule(state.step), jnp.float32) for schedule in (beta2, learning_rate)
@@ -65,7 +69,7 @@ def row_adam(
             eps,
             weight_decay(state.step) * rate**2,
         )
-        change = _changed_by_kernel if own_kernels else _changed
+        change = partial(_changed_by_kernel, kernel) if kernel else _changed
         table_VD, square_V = change(found, table_VD, beta * state.square_V, factors)
         return table_VD, RowState(state.step + 1, square_V)
 
@@ -91,11 +95,13 @@ def _changed(
 
 
 def _changed_by_kernel(
-    found: Sequence[Pending], table_VD: jax.Array, square_V: jax.Array, factors: tuple[Any, ...]
+    kernel: Kernel,
+    found: Sequence[Pending],
+    table_VD: jax.Array,
+    square_V: jax.Array,
+    factors: tuple[Any, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`_changed`, equal up to rounding; only what is named is read, once."""
-    from jspeed.model.kernels import row_sums  # slow to import, and most runs do without
-
     groups = grouped(joined(found).rows_R, table_VD.shape[0])
     square_R = square_V.at[groups.rows_R].get(mode="fill", fill_value=0, **NAMED)
     of_rows = (
@@ -105,7 +111,5 @@ def _changed_by_kernel(
         groups.rows_R,
         square_R,
     )
-    table_VD, square_R = row_sums.row_adam(
-        *of_rows, jnp.stack(factors).astype(jnp.float32), table_VD
-    )
+    table_VD, square_R = kernel.run(*of_rows, jnp.stack(factors).astype(jnp.float32), table_VD)
     return table_VD, square_V.at[groups.rows_R].set(square_R, mode="drop", **NAMED)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspeed.model.custom_kernels import Kernel
 from jspeed.parallel.sharded_table import Slots, capacity, fetch, look_up, return_gradients
 
 HIGH = 4096  # row numbers travel as two fp32 numbers, exact up to 2**31
@@ -50,36 +51,36 @@ def empty(part_VD: jax.Array, ids: int, owners: int) -> Sink:
 
 
 def read(
-    table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False
+    table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, kernel: Kernel | None = None
 ) -> jax.Array:
     """Return rows ``ids_BT`` of a table as :func:`~jspeed.parallel.sharded_table.fetch` does.
 
     A :class:`Lazy` table can be read once in a program, since gradients of its sink do not add up.
     """
     if not isinstance(table, Lazy):
-        return fetch(table, ids_BT, axis, own_kernels)
-    return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis, own_kernels)
+        return fetch(table, ids_BT, axis, kernel)
+    return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis, kernel)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _read(
-    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool
+    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, kernel: Kernel | None
 ) -> jax.Array:
     return look_up(part_VD, ids_BT, axis)[0]
 
 
 def _forward(
-    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool
+    sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, kernel: Kernel | None
 ):
     x_BTD, slots = look_up(part_VD, ids_BT, axis)
     return x_BTD, (slots, part_VD[:0])
 
 
 def _backward(
-    axis: str | None, own_kernels: bool, saved: tuple[Slots, jax.Array], grad_BTD: jax.Array
+    axis: str | None, kernel: Kernel | None, saved: tuple[Slots, jax.Array], grad_BTD: jax.Array
 ):
     slots, part_0D = saved
-    sums = return_gradients(slots, grad_BTD, part_0D.dtype, axis, own_kernels)
+    sums = return_gradients(slots, grad_BTD, part_0D.dtype, axis, kernel)
     rows_R = slots.received_ids.reshape(-1)
     rows_R2 = jnp.stack([rows_R // HIGH, rows_R % HIGH], axis=-1).astype(jnp.float32)
     return Sink(rows_R2, sums.reshape(rows_R.size, -1)), None, None

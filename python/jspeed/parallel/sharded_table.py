@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspeed.model.custom_kernels import Kernel
+
 CAPACITY_SIGMAS = 8
 """Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly
 hashed ids."""
@@ -30,7 +32,7 @@ class Slots(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(
-    part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False
+    part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, kernel: Kernel | None = None
 ) -> jax.Array:
     """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis
     ``axis`` (None: no mesh).
@@ -42,9 +44,8 @@ def fetch(
     NaN, not other rows. The gradient of a shard is summed over all devices, in the dtype of the
     shard.
 
-    With ``own_kernels`` a kernel sums gradients of equal ids
-    (:mod:`jspeed.model.kernels.row_sums`): equal up to one rounding. It is for bf16, and raises
-    BadInput for what it does not support.
+    ``kernel`` ("sums of rows") sums gradients of equal ids: equal up to one rounding. It is for
+    bf16, and raises BadInput for what it does not support.
     """
     return look_up(part_VD, ids_BT, axis)[0]
 
@@ -94,32 +95,30 @@ def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[ja
 
 
 def return_gradients(
-    slots: Slots, grad_BTD: jax.Array, dtype: Any, axis: str | None, own_kernels: bool = False
+    slots: Slots, grad_BTD: jax.Array, dtype: Any, axis: str | None, kernel: Kernel | None = None
 ) -> jax.Array:
     """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in
     ``dtype``."""
     grad_ND = grad_BTD.reshape(slots.slot_N.size, -1)
-    if own_kernels:
-        from jspeed.model.kernels import row_sums  # slow to import, and most runs do without
-
-        sums = row_sums.sum_rows(grad_ND, slots.order_N, slots.starts_S1)
+    if kernel:
+        sums = kernel.run(grad_ND, slots.order_N, slots.starts_S1)
     else:
         zeros = jnp.zeros((slots.received_ids.size, grad_ND.shape[1]), jnp.float32)
         sums = zeros.at[slots.slot_N].add(grad_ND.astype(jnp.float32))
     return _all_to_all(sums.astype(dtype).reshape(*slots.received_ids.shape, -1), axis)
 
 
-def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool):
+def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, kernel: Kernel | None):
     x_BTD, slots = look_up(part_VD, ids_BT, axis)
     # The shard is saved for its shape and dtype only.
     return x_BTD, (part_VD, slots)
 
 
 def _backward(
-    axis: str | None, own_kernels: bool, saved: tuple[jax.Array, Slots], grad_BTD: jax.Array
+    axis: str | None, kernel: Kernel | None, saved: tuple[jax.Array, Slots], grad_BTD: jax.Array
 ):
     part_VD, slots = saved
-    sums = return_gradients(slots, grad_BTD, part_VD.dtype, axis, own_kernels)
+    sums = return_gradients(slots, grad_BTD, part_VD.dtype, axis, kernel)
     whole = (
         jnp.zeros(part_VD.shape, jnp.float32)
         .at[slots.received_ids]

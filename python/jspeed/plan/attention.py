@@ -1,18 +1,10 @@
-"""FLOPs, workspace and idle blocks of attention's custom calls, which HLO does not state.
+"""FLOPs, workspace and idle blocks of cuDNN's attention, which HLO does not state.
 
-Each pair of a query and a key that is computed counts, once for each matmul of the kernel:
-
-- cuDNN: keys that mask, window and longest document leave; 2 matmuls forward, 5 backward (scores
-  are recomputed).
-- own kernels: whole blocks of such keys; 2 and 7 (scores are recomputed in both backward kernels).
-- splash attention (TPUs): the same, but documents end no block; a block is read again for each
-  pair.
-- the pointer: as own kernels; 1 and 4.
+Each pair of a query and a key that mask, window and longest document leave counts, once for each
+matmul of the kernel: 2 forward, 5 backward (scores are recomputed).
 """
 
 import json
-import math
-import re
 from typing import NamedTuple
 
 from jspeed.fields import Stage
@@ -30,27 +22,6 @@ MATMULS = {"attention_forward": 2, "attention_backward": 5}
 # blocks an SM holds two or more (cuDNN 9.28 for sm_90: compute_dot_do_o_ragged,
 # convert_dq_to_16bits_ragged): together they count as one.
 EMPTY_KERNELS = {"forward": 1, "backward": 2}
-TRITON = "__gpu$xla.gpu.triton"  # own kernels for GPUs
-TPU = "tpu_custom_call"  # JAX's splash attention
-# Names of kernels, as fused_attention.py, pointer_attention.py and splash_attention.py of
-# model/kernels/ give them: a kernel takes blocks of ``own`` tokens, each of which visits blocks of
-# ``visited`` tokens.
-BLOCKS = r"blocks(?P<own>\d+)x(?P<visited>\d+)"
-OWN = re.compile(
-    r"attention_(?P<kernel>forward|dq|dk_dv)_(?P<mask>packed|causal)"
-    rf"_window(?P<window>\d+)_{BLOCKS}"
-)
-POINTER = re.compile(
-    rf"pointer_(?P<kernel>forward|dq|dk)_(?P<width>\d+)_window(?P<window>\d+)_{BLOCKS}"
-)
-SPLASH = re.compile(
-    r"splash_window(?P<window>\d+)_blocks(?P<own>\d+)\b.*splash_mha_(?P<kernel>fwd|dq|dkv)"
-)
-BLOCK_MATMULS = {  # of each kernel, for a pair of blocks
-    OWN: {"forward": 2, "dq": 3, "dk_dv": 4},
-    POINTER: {"forward": 1, "dq": 2, "dk": 2},
-    SPLASH: {"fwd": 2, "dq": 3, "dkv": 4},
-}
 
 
 class Call(NamedTuple):
@@ -85,36 +56,8 @@ class Seen(NamedTuple):
     backward: bool
 
 
-class Blocks(NamedTuple):
-    """What a call computes of a kernel that computes whole blocks."""
-
-    matmuls: int  # for a pair of blocks
-    channels: int  # of a token, in all lanes and heads
-    length: int  # tokens of a lane
-    own: int  # tokens of a block of queries, or of keys in the backward pass
-    visited: int  # tokens of a block that it visits
-    pairs: int  # of blocks
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a call."""
-        return self.matmuls * 2 * self.channels * self.own * self.visited * self.pairs
-
-
-def kind_of(op: Instruction) -> Kind | None:
-    """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
-    if match := _match(op):
-        return (
-            "attention_forward" if match["kernel"] in ("forward", "fwd") else "attention_backward"
-        )
-    return CUDNN.get(op.target)
-
-
 def flops_of(op: Instruction, max_doc_len: int | None) -> float:
-    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash
-    attention."""
-    if match := _match(op):
-        return _blocks(op, match, max_doc_len).flops
+    """FLOPs of one call."""
     config = _fmha(op)
     batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
     width = op.arrays[0].dims[-1]
@@ -126,16 +69,14 @@ def flops_of(op: Instruction, max_doc_len: int | None) -> float:
     return MATMULS[CUDNN[op.target]] * 2 * batch * heads * queries * seen * width
 
 
-def seen_of(op: Instruction, flops: float, max_doc_len: int | None) -> Seen | None:
-    """What a call of cuDNN's attention with these exact ``flops`` computes, in whole tiles; None of
-    other kernels."""
-    if op.target not in CUDNN:
-        return None
+def seen_of(op: Instruction, flops: float, max_doc_len: int | None) -> Seen:
+    """What a call with these exact ``flops`` computes, in whole tiles."""
     call = call_of(op)
     document = min(call.length, max_doc_len or call.length) if call.packed else call.length
     window = call.window or call.length
-    pairs = _pairs(False, call.length, document, window, TILE, TILE) if call.causal else 0
-    keys = pairs * TILE**2 / call.length if call.causal else call.length
+    keys = float(call.length)
+    if call.causal:
+        keys = _tiles(call.length, document, window) * TILE**2 / call.length
     rows = call.documents // int(_fmha(op)["max_seg_per_batch"])
     exact = 2 * MATMULS[CUDNN[op.target]] * rows * call.heads * call.length * call.width
     return Seen(call.width, keys, max(flops, exact * keys), call.backward)
@@ -189,60 +130,12 @@ def workspace(op: Instruction) -> int:
     return last.bytes if last and last.dtype == "u8" else 0
 
 
-def read_again(op: Instruction) -> int:
-    """Bytes that a call reads more often than once: splash attention reads a block of two arrays
-    for each pair."""
-    if op.target != TPU or not (match := _match(op)):
-        return 0
-    blocks = _blocks(op, match, None)
-    return 4 * blocks.channels * (blocks.pairs * blocks.own - blocks.length)
-
-
-def _match(op: Instruction) -> re.Match[str] | None:
-    """What the name of a kernel that computes whole blocks says of it; None for all others."""
-    if op.target == TPU:
-        return SPLASH.search(op.op_name)
-    patterns = (OWN, POINTER) if op.target == TRITON else ()
-    return next((match for pattern in patterns if (match := pattern.search(op.attributes))), None)
-
-
-def _blocks(op: Instruction, match: re.Match[str], max_doc_len: int | None) -> Blocks:
-    """The blocks of a call, if all documents have ``max_doc_len`` tokens; own kernels' results are
-    ``[B, T, ...]``."""
-    named = match.groupdict()
-    own = int(match["own"])
-    visited, window = int(named.get("visited", own)), int(named.get("window", 0))
-    if match.re is SPLASH:
-        *rows, length, width = next(array.dims for array in op.arrays if array.dtype == "bf16")
-        channels = math.prod(rows) * width
-    else:
-        lanes, length, *rest = op.arrays[0].dims
-        channels = lanes * (math.prod(rest) if match.re is OWN else int(match["width"]))
-    document = (
-        min(length, max_doc_len or length)
-        if match.re is POINTER or named.get("mask") == "packed"
-        else length
-    )
-    by_keys = match["kernel"] in ("dk_dv", "dk", "dkv")
-    # the pointer's do not count the query
-    keys = window + 1 if match.re is POINTER else window or length
-    pairs = _pairs(by_keys, length, document, keys, own, visited)
-    return Blocks(BLOCK_MATMULS[match.re][match["kernel"]], channels, length, own, visited, pairs)
-
-
-def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
-    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and
-    queries ``by_keys``."""
-    pairs = 0
-    for start in range(0, length, own):
-        end = min(start + own, length)
-        if by_keys:  # blocks of queries, up to the last one that sees the last key
-            last = min((end - 1) // document * document + document, length, end - 1 + window) - 1
-            pairs += last // visited + 1 - start // visited
-        else:
-            first = max(start // document * document, start - window + 1)
-            pairs += -(-end // visited) - first // visited
-    return pairs
+def _tiles(length: int, document: int, window: int) -> int:
+    """Pairs of a tile of queries and one of keys that it sees, of a lane of documents."""
+    starts = range(0, length, TILE)
+    firsts = (max(start // document * document, start - window + 1) for start in starts)
+    ends = (min(start + TILE, length) for start in starts)
+    return sum(-(-end // TILE) - first // TILE for first, end in zip(firsts, ends, strict=True))
 
 
 def _fmha(op: Instruction) -> dict:

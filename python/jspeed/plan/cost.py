@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from jspeed.model.custom_kernels import Price, price
 from jspeed.plan import attention, hlo
 from jspeed.plan.hlo import Collective, Instruction
 from jspeed.plan.schema import Kind
@@ -22,14 +23,15 @@ FREE = frozenset(
     " partition-id replica-id optimization-barrier add-dependency domain opt-barrier".split()
 )
 PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
-# of model/kernels/row_sums.py, which changes some rows of a table in place
-ROW_ADAM = 'name = "row_adam"'
 # How many results of the special function units an operation takes; a guess for those that XLA
 # writes out (tanh and logistic: an exponential and a division each).
 SPECIAL = {
     "divide": 1, "exponential": 1, "exponential-minus-one": 1, "log": 1, "log-plus-one": 1,
     "logistic": 2, "power": 2, "rsqrt": 1, "sqrt": 1, "tanh": 2,
 }  # fmt: skip
+TRITON = "__gpu$xla.gpu.triton"  # a kernel of Pallas, through Triton
+PALLAS = TRITON, "mosaic_gpu", "tpu_custom_call"  # how targets of its kernels begin
+TRITON_NAME = re.compile(r'\bname = "(\w+)"')
 ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply"
     " negate or power rsqrt select sine sqrt subtract tanh".split()
@@ -160,17 +162,15 @@ def _kernel(
     inside = computations[op.computation]
     operands = [inside[name] for name in op.operands if name in inside]
     moved = float(_bytes_moved(op, operands, computations))
-    if kind := attention.kind_of(op):
-        flops = attention.flops_of(op, max_doc_len)
-        dtype = (
-            "bf16" if op.target in (attention.TPU, attention.TRITON) else _dtype(op.arrays[0].dtype)
-        )
-        moved += attention.read_again(op) - attention.workspace(op)
-        return Kernel(
-            kind, flops, moved, dtype, (), runs, op, empty_blocks=attention.empty_blocks(op),
-            seen=attention.seen_of(op, flops, max_doc_len),
-        )  # fmt: skip
-    flops, dims, dtype = _matmul(op, operands, computations)
+    if kind := attention.CUDNN.get(op.target):
+        flops, dtype = attention.flops_of(op, max_doc_len), _dtype(op.arrays[0].dtype)
+        moved, empty = moved - attention.workspace(op), attention.empty_blocks(op)
+        seen = attention.seen_of(op, flops, max_doc_len)
+        return Kernel(kind, flops, moved, dtype, (), runs, op, empty_blocks=empty, seen=seen)
+    if found := _price(op, operands, max_doc_len):
+        moved += found.more_bytes
+        return Kernel(found.kind, found.flops, moved, found.dtype, found.dims, runs, op)
+    flops, dims, dtype = _matmul(op, computations)
     if flops:
         return Kernel(
             "fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, runs, op
@@ -188,13 +188,8 @@ def _special(op: Instruction, computations: Computations) -> float:
     return own + sum(_special(inner, computations) for inner in inside)
 
 
-def _matmul(
-    op: Instruction, operands: list[Instruction], computations: Computations
-) -> tuple[float, tuple[int, ...], str]:
-    """FLOPs, dims and dtype of a matmul, of a fusion's matmuls together (dims: the last), or of a
-    kernel of our own."""
-    if op.target.startswith("mosaic_gpu") and (sizes := _own_matmul(op, operands)):
-        return 2.0 * math.prod(sizes), sizes, _dtype(operands[0].arrays[0].dtype)
+def _matmul(op: Instruction, computations: Computations) -> tuple[float, tuple[int, ...], str]:
+    """FLOPs, dims and dtype of a matmul, or of a fusion's matmuls together (dims: the last)."""
     dots = [op]
     # from JAX 0.12 on cuBLAS's are in fusions too, with the slice of a bank that they read
     if op.opcode == "fusion":
@@ -210,18 +205,13 @@ def _matmul(
     return flops, dims, dtype
 
 
-def _own_matmul(op: Instruction, operands: list[Instruction]) -> tuple[int, ...] | None:
-    """(1, rows, contracted, columns) of a kernel of fused_mlp.py, by its shapes: [N, K] times [K,
-    F] or [F, K]."""
-    if len(operands) < 2 or any(len(operand.arrays[0].dims) != 2 for operand in operands[:2]):
+def _price(op: Instruction, operands: list[Instruction], max_doc_len: int | None) -> Price | None:
+    """What a custom kernel says of a call, whose label is in its name or in what JAX calls it."""
+    if not op.target.startswith(PALLAS):
         return None
-    (rows, contracted), right = operands[0].arrays[0].dims, operands[1].arrays[0].dims
-    for columns in (
-        (right[1],) if right[0] == contracted else (right[0],) if right[1] == contracted else ()
-    ):
-        if op.arrays[0].dims == (rows, columns):
-            return 1, rows, contracted, columns
-    return None
+    name = TRITON_NAME.search(op.attributes) if op.target == TRITON else None
+    arrays = [operand.arrays[0] for operand in operands]
+    return price(f"{op.op_name} {name and name[1]}", arrays, op.arrays, max_doc_len)
 
 
 def _bytes_moved(op: Instruction, operands: list[Instruction], computations: Computations) -> int:
@@ -230,10 +220,6 @@ def _bytes_moved(op: Instruction, operands: list[Instruction], computations: Com
     written, read = op.bytes_off_chip, [operand.bytes_off_chip for operand in operands]
     if op.opcode == "copy-start":  # its result is the copy, and what is copied
         return written
-    if op.target == attention.TRITON and ROW_ADAM in op.attributes:
-        _, _, numbers, squares, _, table, *_ = (operand.arrays[0] for operand in operands)
-        rows = numbers.dims[0] * (table.bytes // table.dims[0])
-        return sum(read) - table.bytes + squares.bytes + 2 * rows
     if op.opcode in PARTIAL_READS:
         return written + (op.bytes if read and read[0] else 0)
     if op.opcode in ("dynamic-update-slice", "scatter"):

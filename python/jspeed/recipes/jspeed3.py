@@ -325,7 +325,7 @@ def hidden(
     )
     largest, own_kernel = (
         params["largest"] if ctx.use_fp8(FP8) else None,
-        partial(ctx.use_own_kernel, OWN_KERNELS),
+        partial(ctx.kernel, OWN_KERNELS),
     )
     casts, rotary, normed = (
         own_kernel("FP8 casts"),
@@ -363,7 +363,7 @@ def hidden(
             (None, None) if largest is None else (largest[number, :3], feed_scales[number])
         )
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
-        return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
+        return mlp(a_BTD, up, scaled(down, scale), kernel=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
         return lambda a_BTD: [
@@ -389,7 +389,7 @@ def hidden(
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
             multiply = partial(
-                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts
+                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, kernel=casts
             )
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
@@ -399,17 +399,15 @@ def hidden(
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = (
-            attention_in_pairs if paired else attention,
-            rotary and width < v_BTHK.shape[-1],
-        )
+        path, marked = attention_in_pairs if paired else attention, rotary is not None
+        tagged = marked and width < v_BTHK.shape[-1]
         back = (
             (1 + BLOCK * GRADIENT_WINDOWS[stage])
             if GRADIENT_WINDOWS[stage] and ctx.training
             else None
         )
         path = partial(
-            path, marked=rotary, tagged=tagged, gradient_window=back, backend=ctx.attention
+            path, marked=marked, tagged=tagged, gradient_window=back, backend=ctx.attention
         )
         y_BTHK = path(
             q_BTHK,
@@ -421,7 +419,7 @@ def hidden(
         )
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, kernel=own_kernel("XSA"))
         elif long:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
@@ -450,7 +448,7 @@ def hidden(
         [bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1
     )
     found = jnp.split(
-        ctx.fetch(params["ngrams"], rows_BT, own_kernels=own_kernel("sums of rows")), 2, axis=1
+        ctx.fetch(params["ngrams"], rows_BT, kernel=own_kernel("sums of rows")), 2, axis=1
     )
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
@@ -477,7 +475,8 @@ def hidden(
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], normed and layer not in NO_MLP)
+        kernel = None if layer in NO_MLP else normed
+        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernel)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
@@ -547,9 +546,10 @@ def loss(
     score = partial(cross_entropy, head, cap=CAP, kept_at=kept_at, chunk=ctx.head_chunk)
 
     def copied(x_BTD: jax.Array) -> Copies:
-        kernels = ctx.use_own_kernel(OWN_KERNELS, "pointer")
-        where = pointing(params, x_BTD, tokens_BT, ctx)
-        return pointer.copies(COPY, targets_BT=targets_BT, own_kernels=kernels, **where)
+        rest = pointing(params, x_BTD, tokens_BT, ctx) | {
+            "kernel": ctx.kernel(OWN_KERNELS, "pointer")
+        }
+        return pointer.copies(COPY, targets_BT=targets_BT, **rest)
 
     # FP8 scales, Adam's epsilon and its memory of smaller batches are for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])

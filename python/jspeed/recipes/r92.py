@@ -303,7 +303,7 @@ def hidden(
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
     largest = params["largest"] if ctx.use_fp8(FP8) else None
-    own_kernel = partial(ctx.use_own_kernel, OWN_KERNELS)
+    own_kernel = partial(ctx.kernel, OWN_KERNELS)
     casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
     normed, summed = own_kernel("gradient of a norm"), own_kernel("sums of rows")
     matrices, share = (
@@ -337,7 +337,7 @@ def hidden(
             (None, None) if largest is None else (largest[number, :3], feed_scales[number])
         )
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
-        return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
+        return mlp(a_BTD, up, scaled(down, scale), kernel=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
         return lambda a_BTD: [
@@ -364,7 +364,7 @@ def hidden(
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
             multiply = partial(
-                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts
+                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, kernel=casts
             )
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
@@ -374,11 +374,9 @@ def hidden(
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = (
-            attention_in_pairs if paired else attention,
-            rotary and width < v_BTHK.shape[-1],
-        )
-        path = partial(path, marked=rotary, tagged=tagged, backend=ctx.attention)
+        path, marked = attention_in_pairs if paired else attention, rotary is not None
+        tagged = marked and width < v_BTHK.shape[-1]
+        path = partial(path, marked=marked, tagged=tagged, backend=ctx.attention)
         y_BTHK = path(
             q_BTHK,
             k_BTHK,
@@ -389,7 +387,7 @@ def hidden(
         )
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, kernel=own_kernel("XSA"))
         elif long:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
@@ -414,7 +412,7 @@ def hidden(
     rows_BT = jnp.concatenate(
         [bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, half)], axis=1
     )
-    found_BTD = ctx.fetch(params["ngrams"], rows_BT, own_kernels=summed).astype(e_BTD.dtype)
+    found_BTD = ctx.fetch(params["ngrams"], rows_BT, kernel=summed).astype(e_BTD.dtype)
     signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (
         x_BTD * sign_BTD
@@ -441,7 +439,8 @@ def hidden(
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], normed and layer not in NO_MLP)
+        kernel = None if layer in NO_MLP else normed
+        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernel)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD

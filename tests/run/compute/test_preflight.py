@@ -13,11 +13,12 @@ from rich.console import Console
 
 from jspeed.base import compiler
 from jspeed.errors import BadInput
+from jspeed.kernels import OWN as NAMES
+from jspeed.kernels import attention_backends, own_value, pointer_attention
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, own_value, pointer_attention
+from jspeed.model.custom_kernels import Kernel, Refused, Sizes, own_kernel
 from jspeed.parallel.mesh import make_mesh
-from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 
@@ -60,9 +61,7 @@ def a_percent_off(x):
 
 
 def refuses(*_, **__):
-    raise attention_backends.Refused(
-        "attention backend 'cudnn' cannot do this here (a test); choose another backend"
-    )
+    raise Refused("attention backend 'cudnn' cannot do this here (a test); choose another backend")
 
 
 BROKEN = {
@@ -213,9 +212,10 @@ OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"pointe
 @pytest.fixture
 def own_kernels(monkeypatch):
     """Two that are right: of the others most have no interpreter within ``jax.jit``."""
-    for module, name in (pointer_attention, "shares"), (own_value, "subtract_own_value"):
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
-    monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", (256, 64, 128, 2))
+    for module in pointer_attention, own_value:
+        run = functools.partial(module.KERNEL.run, interpret=True)
+        monkeypatch.setattr(module, "KERNEL", Kernel(run))
+    monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", Sizes(256, 64, 128, 2))
 
 
 @pytest.mark.slow
@@ -226,10 +226,9 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
         "own kernel pointer",
     )
     assert not said.file.getvalue()
-    right = pointer_attention.shares
-    monkeypatch.setattr(
-        pointer_attention, "shares", lambda *a, **k: [a_percent_off(x) for x in right(*a, **k)]
-    )
+    right = pointer_attention.KERNEL.run
+    wrong = Kernel(lambda *a: [a_percent_off(x) for x in right(*a)])
+    monkeypatch.setattr(pointer_attention, "KERNEL", wrong)
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
     assert (
         found.device.own_kernels == {"XSA"}
@@ -253,7 +252,7 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
     def compile_program(recipe, placement, rows):
         if placement.device.own_kernels:
-            raise attention_backends.Refused("pointer kernel: width must be 16, 32, 64 or 128")
+            raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
         return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
@@ -410,10 +409,13 @@ def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
 
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
-    """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in
+    """At the sizes of the preflight, traced alone: numbers are in tests/kernels, compilers in
     tests/aot."""
-    cases = preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES)
-    assert set(cases) == OWN_KERNELS
-    for name, (own, plain, arrays) in (case for parts in cases.values() for case in parts.items()):
-        found, expected = (jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain))
-        assert [one.shape for one in found] == [one.shape for one in expected], name
+    for name in NAMES:
+        kernel = own_kernel(name)
+        assert kernel.name == name
+        for part, (own, plain, arrays) in kernel.examples(preflight_checks.KERNEL_SIZES).items():
+            found, expected = (
+                jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain)
+            )
+            assert [one.shape for one in found] == [one.shape for one in expected], part

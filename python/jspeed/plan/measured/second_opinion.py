@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jspeed.plan import attention, predict
-from jspeed.plan.cost import Kernel
+from jspeed.plan import predict
+from jspeed.plan.cost import PALLAS, Kernel
 from jspeed.plan.hlo import Collective
 from jspeed.plan.measured.rates import rates_of
 from jspeed.plan.target import Cluster
@@ -83,8 +83,8 @@ def measured_seconds(kernel: Kernel, cluster: Cluster) -> float | None:
 
 
 def is_custom(kernel: Kernel) -> bool:
-    """Whether a kernel is one of jspeed's own."""
-    return kernel.instruction.target.startswith(("mosaic_gpu", attention.TRITON))
+    """Whether a kernel is written with Pallas."""
+    return kernel.instruction.target.startswith(PALLAS)
 
 
 def is_guessed(kernel: Kernel, cluster: Cluster) -> bool:

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jspeed.base import accelerators
 from jspeed.base.accelerators import visible_gpus
 from jspeed.errors import BadInput, nearest
-from jspeed.model.attention import BACKENDS
-from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
-from jspeed.recipe import OWN_KERNELS, OwnKernel, Recipe
+from jspeed.model import custom_kernels
+from jspeed.model.custom_kernels import Attending, Chip
+from jspeed.recipe import Recipe
 from jspeed.record.provenance import installed_version
 
 # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
@@ -27,12 +27,6 @@ GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the record
 # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 BYTES_PER_TOKEN = 900_000
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-# Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within
-# documents
-FUSED = (8, 0)
-HOPPER = (9, 0)
-# cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
-PACKED_CUDNN = HOPPER, (12, 0)
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
@@ -44,7 +38,7 @@ class Device:
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none
     where it was ``asked`` for. ``note`` is what a user should know of a device that is used without
-    its own kernels. ``own_kernels``: Pallas kernels of jspeed that may replace parts of the recipe
+    kernels of its own. ``own_kernels``: jspeed's, that may replace parts of the recipe
     (OWN_KERNELS).
     """
 
@@ -56,7 +50,7 @@ class Device:
     fallbacks: tuple[str, ...] = ()
     asked: bool = False
     note: str | None = None
-    own_kernels: frozenset[OwnKernel] = frozenset()
+    own_kernels: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -93,10 +87,11 @@ def device_of(
     have.
     """
     first = mesh.devices.flat[0]
-    cuda = first.platform in GPUS and capability_of(first) is not None
-    known = (
-        [name for name in BACKENDS if name != "splash"] if cuda else backends(first, packed=True)
-    )
+    chip = chip_of(first)
+    known = []
+    if first.platform != "cpu":
+        known = [n for n, one in custom_kernels.backends().items() if one.runs_on(chip)]
+    known.append("xla")
     if attention is not None and attention not in known:
         raise BadInput(
             f"--attention {attention}: on {first.platform} devices the backends are"
@@ -109,21 +104,23 @@ def device_of(
     # memory_stats works on devices of this process only.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
-    packed, bounded = (
-        recipe is None or has_document_masks(recipe),
-        recipe is not None and has_bounded_documents(recipe),
-    )
-    best, *rest = [attention] if attention else backends(first, packed, head_width(recipe), bounded)
+    asks = Attending(True)
+    if recipe is not None:
+        packed, bounded = has_document_masks(recipe), has_bounded_documents(recipe)
+        asks = Attending(packed, bounded, head_width(recipe))
+    there = custom_kernels.available(chip, asks)
+    best, *rest = [attention] if attention else there.attention
+    notes = None if chip.capability else device_note(first), there.lacking
     return Device(
         platform=first.platform,
         attention=best,
-        fp8="native" if cuda and (capability_of(first) or (0, 0)) >= NATIVE_FP8 else "missing",
+        fp8="native" if (chip.capability or (0, 0)) >= NATIVE_FP8 else "missing",
         micro_batch=micro_batch_of(memory),
         memory=memory,
         fallbacks=tuple(rest),
         asked=attention is not None,
-        note=None if cuda else device_note(first),
-        own_kernels=OWN_KERNELS if cuda and capability_of(first) == HOPPER else frozenset(),
+        note="; ".join(filter(None, notes)) or None,
+        own_kernels=there.own,
     )
 
 
@@ -152,34 +149,14 @@ def head_width(recipe: Recipe | None) -> int | None:
     return recipe.attention_width // recipe.heads if recipe and recipe.heads else None
 
 
-def backends(
-    device: Any, packed: bool, width: int | None = None, bounded: bool = False
-) -> list[str]:
-    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``,
-    runs everywhere.
-
-    ``packed`` lanes hold documents, ``bounded`` ones of a length that none exceeds. ``width`` is
-    that of a head, None if it is not known.
-    """
-    if device.platform == "tpu":
-        return ["splash", "xla"]
-    capability = capability_of(device) if device.platform in GPUS else None
-    if capability is None or capability < FUSED:
-        return ["xla"]
-    least, below = PACKED_CUDNN
-    cudnn = (
-        ["cudnn", *["cudnn_lanes"] * bounded] if not packed or least <= capability < below else []
-    )
-    triton = ["triton"] if width is None or width in TRITON_WIDTHS else []
-    return [*cudnn, *triton, "xla"]
-
-
-def capability_of(device: Any) -> tuple[int, ...] | None:
-    """CUDA's compute capability as (9, 0); None for what has none: a TPU, another maker's GPU."""
-    try:
-        return tuple(int(part) for part in str(device.compute_capability).split("."))
-    except (AttributeError, NotImplementedError, ValueError):
-        return None
+def chip_of(device: Any) -> Chip:
+    """Return what decides which kernels ``device`` has: its CUDA compute capability, if it is an
+    NVIDIA GPU."""
+    capability = None
+    if device.platform in GPUS:
+        with suppress(AttributeError, NotImplementedError, ValueError):
+            capability = tuple(int(part) for part in str(device.compute_capability).split("."))
+    return Chip(device.platform, capability)
 
 
 def device_note(device: Any) -> str:

@@ -18,8 +18,8 @@ from rich.console import Console
 from jspeed.base.compiler import FP8_CALL, custom_calls, out_of_memory
 from jspeed.base.processes import gather
 from jspeed.errors import BadInput, first_line, type_and_line
-from jspeed.model.kernels.attention_backends import Refused
-from jspeed.recipe import OwnKernel, Recipe
+from jspeed.model.custom_kernels import Refused
+from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import (
@@ -160,7 +160,7 @@ def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
     return found
 
 
-def _without(kernel: OwnKernel, device: Device) -> dict[str, Any]:
+def _without(kernel: str, device: Device) -> dict[str, Any]:
     return {"own_kernels": device.own_kernels - {kernel}}
 
 

@@ -3,9 +3,9 @@
 Each returns None or a message, and raises what the device raises.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
-from jspeed.model import fp8, pointer
+from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
-from jspeed.model.heads import without_own_value
-from jspeed.model.layers import rms_norm
-from jspeed.model.positions import frequencies, queries_and_keys
-from jspeed.optim.rows import RowState, row_adam
-from jspeed.parallel import sharded_table
-from jspeed.parallel.lazy_table import Pending
+from jspeed.model.custom_kernels import Run, Sizes, own_kernel
 from jspeed.parallel.mesh import put
-from jspeed.recipe import OwnKernel
-
-Run: TypeAlias = Callable[..., Any]
-Case: TypeAlias = tuple[Run, Run, list[Any]]  # a kernel, the same in plain JAX, what both take
 
 LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
 WINDOW = 300
@@ -39,7 +30,7 @@ LIMIT = 0.008
 FP8_LIMIT = 0.02
 """Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off
 makes 0.03."""
-KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
+KERNEL_SIZES = Sizes(tokens=1024, width=256, mlp_width=512, heads=2)
 
 
 def on_first_device(run: Run, arrays: Any) -> Any:
@@ -177,150 +168,16 @@ def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
     )
 
 
-def own_kernel_error(kernel: OwnKernel) -> str | None:
+def own_kernel_error(name: str) -> str | None:
     """Compare all parts of an own kernel, and their gradients, with the same in plain JAX."""
-    for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES)[kernel].items():
-        found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (own, plain))
-        names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
+    for part, (kernel, plain, arrays) in own_kernel(name).examples(KERNEL_SIZES).items():
+        found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (kernel, plain))
+        names = [f"{part}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
-        if wrong := first_mismatch(
-            names, found, [np.asarray(one, np.float64) for one in expected], limit
-        ):
+        wanted = [np.asarray(one, np.float64) for one in expected]
+        if wrong := first_mismatch(names, found, wanted, limit):
             return wrong
     return None
-
-
-def own_kernels(
-    rows: int, width: int, mlp_width: int, heads: int
-) -> dict[OwnKernel, dict[str, Case]]:
-    """The parts of each own kernel by name, for ``rows`` tokens and a model of ``width``."""
-    # slow to import, and most runs do without
-    from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient
-
-    draw = np.random.default_rng(0)
-
-    def random(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        return draw.normal(size=shape).astype(dtype)
-
-    def of_mlp(name: str) -> tuple[Run, Run]:
-        return getattr(fused_mlp, name), getattr(fused_mlp, f"{name}_reference")
-
-    def with_gradients(run: Run) -> tuple[Run, Run]:
-        def both(own: bool, gradients: Any, *arrays: Any) -> Any:
-            if not own:  # in fp32, so that only the kernel rounds
-                gradients, arrays = jax.tree.map(
-                    lambda a: a.astype(jnp.float32), (gradients, arrays)
-                )
-            out, back = jax.vjp(partial(run, own_kernels=own), *arrays)
-            return out, back(gradients)
-
-        return partial(both, True), partial(both, False)
-
-    shape = 2, rows // 2, heads, width // heads
-    starts = np.zeros(shape[:2], np.int32)
-    starts[:, :: rows // 5] = 1
-    rotary = partial(
-        queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True
-    )
-    rotary = partial(rotary, positions_TP=np.arange(shape[1])[:, None])
-
-    def narrow(y: Any, own_kernels: bool) -> Any:
-        half = shape[3] // 2
-        given = {
-            "shape": (*shape[:3], half),
-            "look_back": False,
-            "padded": shape[3],
-            "own_kernels": own_kernels,
-        }
-        return tuple(x[..., :half] for x in rotary(y, **given))
-
-    def fetch(table: Any, own_kernels: bool) -> Any:
-        return sharded_table.fetch(table, jnp.asarray(ids), None, own_kernels)
-
-    def update(own_kernels: bool, names: Any, gradients: Any, table: Any, squares: Any) -> Any:
-        adam = row_adam(lambda _: 1.0, lambda _: 0.5, eps=1e-10, weight_decay=lambda _: 0.1)
-        table = table if own_kernels else table.astype(jnp.float32)
-        lists = [Pending(names[part], gradients[part]) for part in (slice(half), slice(half, None))]
-        table, state = adam.update(lists, table, RowState(jnp.int32(0), squares), own_kernels)
-        return table, state.square_V
-
-    ids = draw.integers(0, rows, size=(2, rows // 2), dtype=np.int32)
-    ids[0, : rows // 4] = 7  # a row that many tokens name
-    # of an owner that has half of the rows
-    half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))
-
-    def copied(q: Any, k: Any, none: Any, own_kernels: bool) -> Any:
-        targets, documents = jnp.asarray(words[:, 1:]), find_documents(jnp.asarray(starts), 1)
-        found = pointer.copies(
-            0, q, k, none, jnp.asarray(words[:, :-1]), targets, documents, 150, own_kernels
-        )
-        return found.target_BT, found.none_BT
-
-    def gradient_of_norm(out: Any, normed: Any, x: Any, scale: Any) -> Any:
-        out, normed, x = (a.astype(jnp.float32) for a in (out, normed, x))
-        return jax.vjp(lambda x, scale: (scale * x, rms_norm(x)), x, scale)[1]((out, normed))
-
-    cast = partial(fp8_cast.cast, dtype=fp8.E5M2), partial(fp8_cast.cast_reference, dtype=fp8.E5M2)
-
-    x, g, weights = random(rows, width), random(rows, width), random(mlp_width, width)
-    h = np.square(np.maximum(random(rows, mlp_width, dtype=np.float32), 0))
-    forward = [x.astype(fp8.E4M3), weights.astype(fp8.E4M3), np.array([0.05, 0.01], np.float32)]
-    backward = [
-        g.astype(fp8.E5M2),
-        weights.astype(fp8.E4M3),
-        h.astype(fp8.E4M3),
-        np.array([0.05, 0.01, 1e-3], np.float32),
-    ]
-    of_heads = [random(*shape) for _ in range(4)]  # a gradient, queries, keys, values
-    # outputs have a part of their own values
-    of_outputs = [of_heads[0], of_heads[1] + of_heads[3], of_heads[3]]
-    of_tokens = [random(*shape[:3]) for _ in range(2)]
-    words = draw.integers(0, 20, size=(shape[0], shape[1] + 1), dtype=np.int32)
-    of_copies = tuple(random(*shape[:2], dtype=np.float32) for _ in range(2))
-    of_pointer = [random(*size) for size in ((*shape[:2], 128), (*shape[:2], 128), (128,))]
-    of_pointer[0] *= 0.1  # so that attention is on many keys
-    half_heads = [x[..., : shape[3] // 2] for x in of_outputs]
-    casts = (*cast, [x, np.float32(0.01)])
-    return {
-        "MLP": {
-            "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
-            "gradient of squared ReLU in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
-            "FP8 casts": casts,
-        },
-        "FP8 casts": {"FP8 casts": casts},
-        "gradient of a norm": {
-            "gradient": (
-                norm_gradient.norm_gradient,
-                gradient_of_norm,
-                [g, x, x[::-1], np.float32(1.25)],
-            )
-        },
-        "queries and keys": {
-            "heads": (
-                *with_gradients(rotary),
-                [tuple(of_heads[:2]), random(*shape[:2], 2 * width)],
-            ),
-            "narrow heads": (
-                *with_gradients(narrow),
-                [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
-            ),
-        },
-        "pointer": {"shares": (*with_gradients(copied), [of_copies, *of_pointer])},
-        "XSA": {
-            "heads": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
-            "narrow heads": (*with_gradients(without_own_value), [*half_heads, of_tokens[0]]),
-        },
-        "sums of rows": {
-            "look-up": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)])
-        },
-        "update of rows": {
-            "update": (
-                partial(update, True),
-                partial(update, False),
-                [ids.reshape(-1), random(rows, width), random(half, width), squares],
-            )
-        },
-    }
 
 
 def collectives_error(mesh: Mesh) -> str | None:

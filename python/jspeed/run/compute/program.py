@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspeed.base.compiler import compiled, measured, memory_needed
 from jspeed.errors import BadInput
+from jspeed.model.custom_kernels import own_kernel
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
@@ -350,9 +351,8 @@ def trace_step(
 def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
     """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's
     period."""
-    ctx = Context(
-        stage, True, attention=device.attention, fp8=device.fp8, own_kernels=device.own_kernels
-    )
+    kernels = {name: own_kernel(name).kernel for name in device.own_kernels}
+    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, kernels=kernels)
     return replace(ctx, phase=phase % recipe.period)
 
 

@@ -196,9 +196,9 @@ def lazy_updates(
             grads_of_table = jax.tree.map(
                 lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table
             )
-        kernels = ctx.use_own_kernel(optimizer.own_kernels, "update of rows")
+        kernel = ctx.kernel(optimizer.own_kernels, "update of rows")
         tables[path], rows[path] = optimizer.update(
-            grads_of_table, tables[path], rows[path], kernels
+            grads_of_table, tables[path], rows[path], kernel
         )
     return tables, rows
 

@@ -1,6 +1,6 @@
 """The pointer's attention, forward and backward, for packed lanes: Pallas (Triton backend).
 
-FlashAttention-2 kernels like those of :mod:`jspeed.model.kernels.fused_attention`, whose values are
+FlashAttention-2 kernels like those of :mod:`jspeed.kernels.fused_attention`, whose values are
 ones where a key's token is the query's target and else zeros: nothing is multiplied by them.
 Running sums start with the key of no token. The forward pass keeps the log-sum-exp of every query
 and both shares; the backward pass recomputes scores in two kernels, over blocks of queries (dq) and
@@ -8,16 +8,19 @@ of keys (dk). Scores never go to memory, and nothing is added atomically: the sa
 same bits. No GPU has run these kernels: JAX's interpreter has, and a compiler for sm_90.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jspeed.base.jax_versions import register_gpus_with_pallas
-from jspeed.model.kernels.attention_backends import Refused
-from jspeed.model.kernels.fused_attention import (
+from jspeed.kernels import block_pairs
+from jspeed.kernels.examples import normal, starts, with_gradients
+from jspeed.kernels.fused_attention import (
     LOG2_E,
     MASKED,
     Blocks,
@@ -31,6 +34,21 @@ from jspeed.model.kernels.fused_attention import (
     ranges,
     store,
     tokens,
+)
+from jspeed.kernels.fused_attention import (
+    sizes as block_sizes,
+)
+from jspeed.model import pointer
+from jspeed.model.attention import find_documents
+from jspeed.model.custom_kernels import (
+    Call,
+    Case,
+    Kernel,
+    OwnKernel,
+    Price,
+    Refused,
+    Sizes,
+    label,
 )
 
 # None spills on sm_90 (tests/aot/test_pointer_attention.py): at width 128, 80, 159 and 212
@@ -105,14 +123,9 @@ _shares.defvjp(_forward, _backward)
 
 
 def _run(name, kernel, blocks, arrays, results, window, interpret):
-    return call(
-        f"pointer_{name}_{arrays[0].shape[-1]}_window{window}",
-        kernel,
-        blocks,
-        arrays,
-        results,
-        interpret,
-    )
+    width = arrays[0].shape[-1]
+    named = label("pointer_attention", name, width=width, window=window, **block_sizes(blocks))
+    return call(named, kernel, blocks, arrays, results, interpret)
 
 
 def _forward_kernel(
@@ -222,3 +235,34 @@ def _dk_kernel(
 def _seen_keys(rows, keys, first):
     s = tokens(keys)[None, :]
     return (first[:, None] <= s) & (s < tokens(rows)[:, None])
+
+
+def examples(sizes: Sizes) -> Mapping[str, Case]:
+    """Shares of targets and of none, within documents and a window of 150."""
+    rows = 2, sizes.tokens // 2
+    words = np.random.default_rng(0).integers(0, 20, (rows[0], rows[1] + 1), dtype=np.int32)
+    documents = find_documents(jnp.asarray(starts(*rows)), 1)
+
+    def copied(
+        q: jax.Array, k: jax.Array, none: jax.Array, kernel: Kernel | None
+    ) -> tuple[jax.Array, jax.Array]:
+        of_tokens = jnp.asarray(words[:, :-1]), jnp.asarray(words[:, 1:]), documents
+        found = pointer.copies(0, q, k, none, *of_tokens, 150, kernel)
+        return found.target_BT, found.none_BT
+
+    gradients = tuple(normal(rows, rows, dtype=np.float32))
+    q, k, none = normal((*rows, 128), (*rows, 128), (128,))
+    q *= 0.1  # so that attention is on many keys
+    return {"shares": (*with_gradients(copied, KERNEL), [gradients, q, k, none])}
+
+
+def price(call: Call) -> Price:
+    """Scores are recomputed in both backward kernels; keys do not count the query's own."""
+    matmuls = {"forward": 1, "dq": 2, "dk": 2}[call.kernel]
+    lanes, length, *_ = call.results[0].dims
+    channels, window = lanes * call.numbers["width"], call.numbers["window"] + 1
+    return block_pairs.price(call, matmuls, channels, length, window, True, call.kernel == "dk")
+
+
+KERNEL = Kernel(shares)
+OWN = (OwnKernel("pointer", KERNEL, examples),)

@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels import pointer_attention
+from jspeed.kernels.fused_attention import Blocks
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
-from jspeed.model.kernels import pointer_attention
-from jspeed.model.kernels.fused_attention import Blocks
+from jspeed.model.custom_kernels import Kernel
 
-from .. import dense
+from ..model import dense
 
 BOS = 20
 NAMES = "on target", "on none", "dq", "dk", "dnone"
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(
-        pointer_attention, "shares", partial(pointer_attention.shares, interpret=True)
-    )
+KERNEL = Kernel(partial(pointer_attention.shares, interpret=True))
 
 
 @pytest.fixture
@@ -55,12 +52,12 @@ def arrays(tokens, width, dtype=jnp.float32):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def found(own, window, tokens, targets, gradients, *given):
+def found(kernel, window, tokens, targets, gradients, *given):
     """Both shares and all gradients."""
 
     def run(*qkn):
         documents = find_documents(tokens, BOS)
-        copies = pointer.copies(0, *qkn, tokens, targets, documents, window, own_kernels=own)
+        copies = pointer.copies(0, *qkn, tokens, targets, documents, window, kernel)
         return copies.target_BT, copies.none_BT
 
     out, back = jax.vjp(run, *given)
@@ -97,9 +94,9 @@ def test_agrees_with_float64(small_blocks, window):
     """Windows shorter and longer than documents and lanes; queries that see no key; targets that
     nothing is."""
     given = *(lane := lanes(43, *BORDERS)), *arrays(lane[0], 16)
-    results = found(True, window, *given)
+    results = found(KERNEL, window, *given)
     for name, one, other, wanted in zip(
-        NAMES, results, found(False, window, *given), exact(window, *given), strict=True
+        NAMES, results, found(None, window, *given), exact(window, *given), strict=True
     ):
         np.testing.assert_allclose(one, wanted, atol=2e-5, err_msg=name)
         np.testing.assert_allclose(one, other, atol=2e-5, err_msg=name)
@@ -114,12 +111,12 @@ def test_blocks_out_of_sight_are_not_visited(small_blocks):
     gradients, q, k, none = arrays(tokens, 16)
     # another document, and the future of queries before 32
     k = k.at[:, :16].set(np.nan).at[:, 32:].set(np.nan)
-    for one in found(True, 6, tokens, targets, gradients, q, k, none)[:3]:
+    for one in found(KERNEL, 6, tokens, targets, gradients, q, k, none)[:3]:
         assert np.isfinite(one[:, 16:32]).all() and np.isnan(one[:, 40:]).all()
     gradients, q, k, none = arrays(tokens, 16)
     # keys before 32 are seen by queries before 38
     q = q.at[:, :16].set(np.nan).at[:, 40:].set(np.nan)
-    dk = found(True, 6, tokens, targets, gradients, q, k, none)[3]
+    dk = found(KERNEL, 6, tokens, targets, gradients, q, k, none)[3]
     assert np.isfinite(dk[:, 16:32]).all() and np.isnan(dk[:, 32:]).all()
 
 
@@ -127,7 +124,9 @@ def test_blocks_out_of_sight_are_not_visited(small_blocks):
 def test_in_bfloat16_with_its_own_blocks(length):
     """As on a GPU, with real blocks, and more keys than one holds."""
     given = *(lane := lanes(length, [0, 50, 51, 180], [3])), *arrays(lane[0], 128, jnp.bfloat16)
-    for name, one, wanted in zip(NAMES, found(True, 150, *given), exact(150, *given), strict=True):
+    for name, one, wanted in zip(
+        NAMES, found(KERNEL, 150, *given), exact(150, *given), strict=True
+    ):
         assert one.dtype == (jnp.bfloat16 if name.startswith("d") else jnp.float32)
         assert dense.distance(one, wanted) < (0.004 if name.startswith("d") else 1e-5), name
 
@@ -140,13 +139,13 @@ def test_in_bfloat16_with_its_own_blocks(length):
         (128, (jnp.bfloat16, jnp.float32), "needs bfloat16, found k in float32"),
     ],
 )
-def test_refuses(monkeypatch, width, dtypes, words):
-    # not interpreted
-    monkeypatch.setattr(pointer_attention, "shares", pointer_attention.shares.func)
+def test_refuses(width, dtypes, words):
     q, k = (jax.ShapeDtypeStruct((1, 8, width), dtype) for dtype in dtypes)
     none, gradients = (
         jax.ShapeDtypeStruct((width,), jnp.bfloat16),
         (jax.ShapeDtypeStruct((1, 8), jnp.float32),) * 2,
     )
     with pytest.raises(BadInput, match=words):
-        jax.eval_shape(partial(found, True, 4), *lanes(8, []), gradients, q, k, none)
+        jax.eval_shape(
+            partial(found, pointer_attention.KERNEL, 4), *lanes(8, []), gradients, q, k, none
+        )

@@ -34,7 +34,7 @@ def tables(
 
     Both count tokens and are read in order, whatever their shape: the documents, then slots of no
     length that start where the last lane ends. ``lengths_BM`` and ``starts_BO`` are those of
-    :func:`jspeed.model.kernels.attention_backends.cudnn_slots`, lanes are of ``length`` tokens,
+    :func:`jspeed.kernels.attention_backends.cudnn_slots`, lanes are of ``length`` tokens,
     rows of ``row``. A longer document, which only a lane of NaN has, ends early: kernels read and
     write no further.
     """

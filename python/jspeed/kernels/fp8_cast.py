@@ -7,17 +7,20 @@ loads a block, rounds it, and stores the block, its transpose and its amax. It h
 plain JAX with the same results. No GPU has run it: JAX's interpreter has, and a compiler for sm_90.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from jspeed.model.kernels.attention_backends import Refused
+from jspeed.kernels.examples import normal
+from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
 
 BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a row of either copy
 WARPS = 8
@@ -92,3 +95,12 @@ def _largest(a, axes=(0, 1)):
     order."""
     bits = lax.bitcast_convert_type(jnp.abs(a.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes), jnp.float32)
+
+
+def examples(sizes: Sizes) -> Mapping[str, Case]:
+    """A gradient in e5m2."""
+    kernel, plain = (partial(run, dtype=jnp.float8_e5m2) for run in (cast, cast_reference))
+    return {"FP8 casts": (kernel, plain, [*normal((sizes.tokens, sizes.width)), np.float32(0.01)])}
+
+
+OWN = (OwnKernel("FP8 casts", Kernel(cast, fits), examples),)

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from jspeed.kernels import attention_backends, packed_cudnn
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs
-from jspeed.model.kernels import attention_backends, packed_cudnn
 from jspeed.recipe import Context
 from jspeed.run.compute import division, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 
-from ...run.compute.steps import mesh_of
-from ...toys import TOYS
+from ..run.compute.steps import mesh_of
+from ..toys import TOYS
 from . import cudnn_twin
 
 BOS = 5

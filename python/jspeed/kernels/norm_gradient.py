@@ -6,14 +6,20 @@ stream's gradient, a second time. Here each program keeps whole rows in register
 this kernel.
 """
 
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from jspeed.kernels.examples import normal
+from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Sizes
+from jspeed.model.layers import rms_norm
 
 TOKENS = 4  # at once
 ROUNDS = 4  # of a program: its sum is one number, and a sum of at most 4,096 is one kernel of XLA's
@@ -84,3 +90,22 @@ def _kernel(
 
 def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
     return jnp.sum(reduce(jnp.add, (one * other for one, other in zip(a, b, strict=True))), axis=1)
+
+
+def norm_gradient_reference(
+    out_ND: jax.Array, normed_ND: jax.Array, x_ND: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`norm_gradient` in plain JAX, in fp32."""
+    out_ND, normed_ND, x_ND = (a.astype(jnp.float32) for a in (out_ND, normed_ND, x_ND))
+    _, back = jax.vjp(lambda x, scale: (scale * x, rms_norm(x)), x_ND, scale)
+    dx_ND, dscale = back((out_ND, normed_ND))
+    return dx_ND, dscale
+
+
+def examples(sizes: Sizes) -> Mapping[str, Case]:
+    """Three arrays and a scale."""
+    arrays = normal(*[(sizes.tokens, sizes.width)] * 3)
+    return {"gradient": (norm_gradient, norm_gradient_reference, [*arrays, np.float32(1.25)])}
+
+
+OWN = (OwnKernel("gradient of a norm", Kernel(norm_gradient, fits), examples),)

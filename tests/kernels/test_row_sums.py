@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model.kernels.row_sums import SUMS, row_adam, sum_rows
+from jspeed.kernels.row_sums import SUMS, row_adam, sum_rows
 
 
 def example(counts, width):

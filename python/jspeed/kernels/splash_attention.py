@@ -5,6 +5,8 @@ Blocks of keys outside of the causal mask or the window are skipped, decided at 
 of other documents are computed and masked.
 """
 
+import math
+import re
 from functools import cache
 from typing import Any
 
@@ -13,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from jspeed.kernels import block_pairs
+from jspeed.model.custom_kernels import Call, Price, label
 
 BLOCKS = (512, 256, 128)  # tokens; the kernels take multiples of 128
 
@@ -57,11 +62,25 @@ def attend(
     if ids_BT is not None:
         ids_BT = jnp.pad(ids_BT, ((0, 0), (0, padding)))
         documents = [kernels.SegmentIds(ids_BT, ids_BT)]
-    with jax.named_scope(f"splash_window{window or 0}_blocks{block}"):  # plan/attention.py reads it
+    with jax.named_scope(label("splash_attention", "attend", window=window, own=block)):
         out_BHTK = jax.vmap(_kernel(length + padding, heads, window, block, interpret))(
             *qkv, *documents
         )
     return jnp.moveaxis(out_BHTK, 1, 2)[:, :length]
+
+
+def price(call: Call) -> Price | None:
+    """Documents end no block, and a block of two arrays is read again for each pair."""
+    if not (match := re.search(r"splash_mha_(fwd|dq|dkv)", call.path)):
+        return None
+    kernel, matmuls = {"fwd": ("forward", 2), "dq": ("dq", 3), "dkv": ("dkv", 4)}[match[1]]
+    *rows, length, width = next(array.dims for array in call.results if array.dtype == "bf16")
+    channels, own = math.prod(rows) * width, call.numbers["own"]
+    window, by_keys = call.numbers.get("window", length), kernel == "dkv"
+    call = call._replace(kernel=kernel, numbers={"own": own, "visited": own})
+    found = block_pairs.price(call, matmuls, channels, length, window, False, by_keys)
+    pairs = block_pairs.count(by_keys, length, length, window, own, own)
+    return found._replace(more_bytes=4 * channels * (pairs * own - length))
 
 
 @cache

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.kernels import attention_backends, splash_attention
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, splash_attention
 
-from .. import dense
+from ..model import dense
 from .test_fused_attention import BOS, both, exact, lanes, normal
 
 

@@ -1,4 +1,5 @@
-"""Wrappers of the fused attention backends (cuDNN, our own, splash), each with its document format.
+"""The fused attention backends (cuDNN, our own, splash): wrappers, each with its document format,
+and what each is for.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
 ``offsets_BO`` as in ``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT``
@@ -12,14 +13,44 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.base.jax_versions import cudnn_attention, register_gpus_with_pallas
-from jspeed.errors import BadInput
-from jspeed.model.kernels import packed_cudnn
+from jspeed.kernels import packed_cudnn
+from jspeed.model.custom_kernels import Attending, Backend, Chip, Refused
 
-TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has blocks for
+TRITON_WIDTHS = (64, 128)  # of heads, that fused_attention.py has blocks for
+FUSED = (8, 0)  # Ampere, the first with cuDNN's causal attention and fused_attention.py's
+HOPPER = (9, 0)
+BLACKWELL_GEFORCE = (12, 0)  # whose cuDNN within documents is not known (RTX 50)
 
 
-class Refused(BadInput):
-    """A kernel does not support these shapes, dtypes or devices; another path may."""
+def backends() -> dict[str, Backend]:
+    """Return all of them, the fastest first."""
+
+    def on_gpu(chip: Chip) -> bool:
+        return chip.capability is not None
+
+    def on_tpu(chip: Chip, attending: Attending | None = None) -> bool:
+        return chip.platform == "tpu"
+
+    def fused(chip: Chip) -> bool:
+        return chip.capability is not None and chip.capability >= FUSED
+
+    def has_cudnn(chip: Chip, attending: Attending) -> bool:
+        known = chip.capability and HOPPER <= chip.capability < BLACKWELL_GEFORCE
+        return fused(chip) and (not attending.packed or bool(known))
+
+    def has_cudnn_lanes(chip: Chip, attending: Attending) -> bool:
+        return attending.bounded and has_cudnn(chip, attending)
+
+    def has_triton(chip: Chip, attending: Attending) -> bool:
+        return fused(chip) and (attending.width is None or attending.width in TRITON_WIDTHS)
+
+    lanes = frozenset(("gradient_window", "tagged"))
+    return {
+        "cudnn": Backend(cudnn, "offsets_BO", on_gpu, has_cudnn, lanes | {"longest"}),
+        "cudnn_lanes": Backend(cudnn_lanes, "offsets_BO", on_gpu, has_cudnn_lanes),
+        "triton": Backend(triton, "offsets_BO", on_gpu, has_triton, file="fused_attention"),
+        "splash": Backend(splash, "ids_BT", on_tpu, on_tpu, file="splash_attention"),
+    }
 
 
 def cudnn(
@@ -37,7 +68,7 @@ def cudnn(
     are given.
 
     Packed lanes are viewed as rows of about ``longest`` tokens, which no document exceeds
-    (:mod:`jspeed.model.kernels.packed_cudnn`). Without it, or where the lanes do not divide, this
+    (:mod:`jspeed.kernels.packed_cudnn`). Without it, or where the lanes do not divide, this
     is the layer under ``jax.nn.dot_product_attention``, which has no offsets yet
     (https://github.com/jax-ml/jax/pull/29731). Each slot for a document then costs as much memory
     as a lane: of the softmax statistic, fp32 ``[B * max_docs, H, T]``, 100 MB a layer for 8 lanes
@@ -130,7 +161,7 @@ def triton(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`).
+    """Attend with our own kernels (:mod:`jspeed.kernels.fused_attention`).
 
     They are for GPUs that no maintained library supports with documents (docs/device_choices.md).
     Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's
@@ -139,7 +170,7 @@ def triton(
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
-        from jspeed.model.kernels import fused_attention
+        from jspeed.kernels import fused_attention
     except ImportError as error:
         raise Refused(
             f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})"
@@ -155,8 +186,8 @@ def triton(
     if offsets_BO is not None:
         bounds = token_bounds(offsets_BO, length)
     ranges = fused_attention.ranges(*bounds, window)
-    mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
-    return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
+    how = offsets_BO is not None, window
+    return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, *how, interpret)
 
 
 def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +213,7 @@ def splash(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with JAX's own kernels for TPUs (:mod:`jspeed.model.kernels.splash_attention`).
+    """Attend with JAX's own kernels for TPUs (:mod:`jspeed.kernels.splash_attention`).
 
     Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not
     needed and no lane becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``.
@@ -191,23 +222,12 @@ def splash(
     """
     _check("splash", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
-        from jspeed.model.kernels import splash_attention
+        from jspeed.kernels import splash_attention
     except ImportError as error:
         raise Refused(
             f"attention backend 'splash' needs splash attention, which this JAX lacks ({error})"
         ) from error
     return splash_attention.attend(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window, interpret)
-
-
-def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
-    """Make the queries NaN in lanes with more documents than slots, and with them outputs,
-    gradients and the loss.
-
-    Queries, because this fuses into the normalisation or rotation that computes them; outputs would
-    cost a pass.
-    """
-    overflown_B = offsets_BO[:, -1] < q_BTHK.shape[1]
-    return q_BTHK * jnp.where(overflown_B, jnp.nan, 1).astype(q_BTHK.dtype)[:, None, None, None]
 
 
 def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

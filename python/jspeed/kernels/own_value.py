@@ -6,7 +6,7 @@ once, keeps them in registers and writes the result, or all gradients. Only the 
 for the backward pass. No GPU has run these kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused
+from jspeed.kernels.examples import normal, with_gradients
+from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
+from jspeed.model.heads import without_own_value
 
 CHANNELS = 4096  # of each array in a program
 WARPS = 4
@@ -136,3 +138,17 @@ def _gradients(g, y, v, alpha, gate=None):
 
 def _dot(a, b):
     return jnp.sum(a * b, axis=1)
+
+
+def examples(sizes: Sizes) -> Mapping[str, Case]:
+    """Heads with a gate, and narrow ones without."""
+    heads = 2, sizes.tokens // 2, sizes.heads, sizes.width // sizes.heads
+    gradient, y, v, alpha, gate = normal(*[heads] * 3, *[heads[:3]] * 2)
+    arrays = [gradient, y + v, v]  # outputs have a part of their own values
+    run = with_gradients(without_own_value, KERNEL)
+    narrow = [x[..., : heads[3] // 2] for x in arrays]
+    return {"heads": (*run, [*arrays, alpha, gate]), "narrow heads": (*run, [*narrow, alpha])}
+
+
+KERNEL = Kernel(subtract_own_value)
+OWN = (OwnKernel("XSA", KERNEL, examples),)

@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels.own_value import subtract_own_value
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.heads import without_own_value
-from jspeed.model.kernels import own_value
-from jspeed.model.kernels.own_value import subtract_own_value
 
-from .. import dense
+from ..model import dense
 
 LANES, HEADS = 2, 3
 NAMES = "out", "dy", "dv", "dalpha", "dgate"
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(
-        own_value, "subtract_own_value", lambda *args: subtract_own_value(*args, interpret=True)
-    )
+KERNEL = Kernel(lambda *args: subtract_own_value(*args, interpret=True))
 
 
 def arrays(length, width, gated):
@@ -60,9 +56,9 @@ def exact(g, y, v, alpha, gate=None):
     return factor[..., None] * whole, dy, dv, dalpha, *([(g * whole).sum(-1)] if gated else [])
 
 
-def all_of(own, g, *arguments):
+def all_of(kernel, g, *arguments):
     """The result and all gradients."""
-    out, back = jax.vjp(lambda *args: without_own_value(*args, own_kernels=own), *arguments)
+    out, back = jax.vjp(partial(without_own_value, kernel=kernel), *arguments)
     return out, *back(g)
 
 
@@ -73,7 +69,7 @@ def test_agrees_with_float64_and_is_nearer_than_the_plain_path(length, width, ga
     counts."""
     given = arrays(length, width, gated)
     # plain rounds after each operation
-    found, plain = (all_of(own, *given) for own in (True, False))
+    found, plain = (all_of(kernel, *given) for kernel in (KERNEL, None))
     assert [x.dtype for x in found] == [jnp.bfloat16] * (4 + gated)
     for name, one, other, wanted in zip(NAMES, found, plain, exact(*given), strict=False):
         assert dense.distance(one, wanted) < 0.003, name
@@ -98,4 +94,4 @@ def test_refuses(width, dtypes, words):
         for s, dtype in zip(((1, 8, 3, width), (1, 8, 3)), dtypes, strict=True)
     )
     with pytest.raises(BadInput, match=words):
-        jax.eval_shape(partial(without_own_value, own_kernels=True), y, y, alpha)
+        jax.eval_shape(partial(without_own_value, kernel=KERNEL), y, y, alpha)

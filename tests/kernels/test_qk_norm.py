@@ -8,22 +8,18 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels.qk_norm import norm_and_rotate
 from jspeed.model.attention import Documents, find_documents, tags
+from jspeed.model.custom_kernels import Kernel
 from jspeed.model.heads import pair_positions
-from jspeed.model.kernels import qk_norm
-from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, offset_keys, queries_and_keys
 
-from .. import dense
+from ..model import dense
 
 LANES, HEADS = 2, 4
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(
-        qk_norm, "norm_and_rotate", lambda *args: norm_and_rotate(*args, interpret=True)
-    )
+KERNEL = Kernel(lambda *args: norm_and_rotate(*args, interpret=True))
 
 
 def arrays(length, width):
@@ -99,9 +95,9 @@ def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back
     def call(own, y):
         return queries_and_keys(y, shape, angles, positions, own, None, look_back)
 
-    found = both(partial(call, True), y, grads)
+    found = both(partial(call, KERNEL), y, grads)
     # operation by operation, so that every rounding takes place
-    plain = both(partial(call, False), y, grads)
+    plain = both(partial(call, None), y, grads)
     assert [x.dtype for x in found] == [jnp.bfloat16] * 3
     for one, other in zip(found[:2], plain[:2], strict=True):
         assert ulps(one, other).max() <= 1 and (ulps(one, other) > 0).mean() < 1e-3
@@ -120,7 +116,7 @@ def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back
     found = both(lambda y: norm_and_rotate(y, *rest, interpret=True), y, grads)
     shape = LANES, 40, HEADS, 64
     plain = both(
-        lambda y: queries_and_keys(y, shape, angles, positions, False, None, look_back), y, grads
+        lambda y: queries_and_keys(y, shape, angles, positions, None, None, look_back), y, grads
     )
     for one, other in zip(found, plain, strict=True):
         assert dense.distance(one[:1], other[:1]) < 0.003
@@ -132,7 +128,7 @@ def test_lanes_with_more_documents_than_slots_are_nan():
     documents = Documents(jnp.zeros((LANES, 40), jnp.int32), jnp.array([[0, 7, 40], [0, 7, 30]]))
     shape = LANES, 40, HEADS, 64
     for found in both(
-        lambda y: queries_and_keys(y, shape, angles, positions, True, documents), y, grads
+        lambda y: queries_and_keys(y, shape, angles, positions, KERNEL, documents), y, grads
     ):
         found = np.asarray(found, np.float32)
         assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
@@ -141,7 +137,7 @@ def test_lanes_with_more_documents_than_slots_are_nan():
 def test_keys_that_look_back_are_those_of_offset_keys():
     (y, _), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, False)
     plain, moved = (
-        queries_and_keys(y, (LANES, 40, HEADS, 64), angles, positions, True, None, look_back)
+        queries_and_keys(y, (LANES, 40, HEADS, 64), angles, positions, KERNEL, None, look_back)
         for look_back in (False, True)
     )
     np.testing.assert_array_equal(moved[0], plain[0])
@@ -167,11 +163,11 @@ def test_heads_that_turn_whole_and_get_zeros(paired, length):
         return queries_and_keys(y, shape, angles, positions, own, None, False, 64)
 
     found = both(
-        partial(call, True),
+        partial(call, KERNEL),
         y,
         tuple(jnp.concatenate(g, axis=-1) for g in zip(grads, beyond, strict=True)),
     )
-    plain = both(partial(call, False), y, grads)
+    plain = both(partial(call, None), y, grads)
     q, k, dy = exact(y, grads, angles, positions, False)
     for one, other, wanted in zip(
         found, plain, (np.pad(q, wide), np.pad(k, wide), dy), strict=True
@@ -188,10 +184,12 @@ def test_heads_get_tags_of_their_documents():
     documents, shape = find_documents(tokens, 1, 6), (LANES, 40, HEADS, 32)
     wide = tuple(jnp.concatenate([g, g], axis=-1) for g in grads)
     plain = both(
-        lambda y: queries_and_keys(y, shape, angles, positions, True, None, False, 64), y, wide
+        lambda y: queries_and_keys(y, shape, angles, positions, KERNEL, None, False, 64), y, wide
     )
     found = both(
-        lambda y: queries_and_keys(y, shape, angles, positions, True, documents, False, 64), y, wide
+        lambda y: queries_and_keys(y, shape, angles, positions, KERNEL, documents, False, 64),
+        y,
+        wide,
     )
     np.testing.assert_array_equal(found[2], plain[2])
     for one, other in zip(found[:2], plain[:2], strict=True):
@@ -215,7 +213,7 @@ def test_refuses(shape, count, columns, dtype, words):
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(
             lambda y: queries_and_keys(
-                y, shape, frequencies(count), jnp.zeros((shape[1], columns)), True
+                y, shape, frequencies(count), jnp.zeros((shape[1], columns)), KERNEL
             ),
             y,
         )

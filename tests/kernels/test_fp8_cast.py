@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels import fp8_cast
 from jspeed.model.fp8 import E4M3, E5M2, quantise
-from jspeed.model.kernels import fp8_cast
 
 N, M = 256, 384
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.kernels import attention_backends, fused_attention
+from jspeed.kernels.fused_attention import Blocks
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, fused_attention
-from jspeed.model.kernels.fused_attention import Blocks
 
-from .. import dense
+from ..model import dense
 
 BOS = 7
 
@@ -54,7 +54,9 @@ def small_blocks(monkeypatch):
 
 @jax.jit  # once for all windows and borders: ranges are arguments
 def in_small_blocks(first, last, *arrays):
-    return both(lambda *qkv: fused_attention.attend(*qkv, first, last, 0.3, "any", True), *arrays)
+    return both(
+        lambda *qkv: fused_attention.attend(*qkv, first, last, 0.3, True, None, True), *arrays
+    )
 
 
 @jax.jit

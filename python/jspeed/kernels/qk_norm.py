@@ -7,16 +7,20 @@ read once for all heads. Only the matmul's output is saved for the backward pass
 the sums. No GPU has run these kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused
+from jspeed.kernels.examples import normal, with_gradients
+from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
+from jspeed.model.positions import frequencies, queries_and_keys
 
 # parts of a head that are rotated with one another; a head may have two more, that are not
 TURNING = 2
@@ -259,3 +263,26 @@ def _inside(ref, rows):
 def _tokens(rows):
     """Their numbers, ``[TOKENS, 1]``: a mask made of them selects whole tokens."""
     return (rows.start + jnp.arange(rows.size))[:, None]
+
+
+def examples(sizes: Sizes) -> Mapping[str, Case]:
+    """Heads whose keys look back, and narrow ones that are made as wide."""
+    shape = 2, sizes.tokens // 2, sizes.heads, sizes.width // sizes.heads
+    half, positions = shape[3] // 2, cast(jax.Array, np.arange(shape[1])[:, None])
+    rotary = partial(queries_and_keys, angles=frequencies(shape[3] // 4), positions_TP=positions)
+
+    def narrow(y: jax.Array, kernel: Kernel | None) -> tuple[jax.Array, ...]:
+        q_and_k = rotary(y, (*shape[:3], half), padded=shape[3], kernel=kernel)
+        return tuple(x[..., :half] for x in q_and_k)
+
+    dq, dk, y = normal(shape, shape, (*shape[:2], 2 * sizes.width))
+    wide = with_gradients(partial(rotary, shape=shape, look_back=True), KERNEL)
+    gradients = tuple(x[..., :half] for x in (dq, dk))
+    return {
+        "heads": (*wide, [(dq, dk), y]),
+        "narrow heads": (*with_gradients(narrow, KERNEL), [gradients, y[..., : sizes.width]]),
+    }
+
+
+KERNEL = Kernel(norm_and_rotate)
+OWN = (OwnKernel("queries and keys", KERNEL, examples),)

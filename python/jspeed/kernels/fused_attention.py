@@ -12,6 +12,7 @@ of GPUs before Hopper from 0.11. No GPU has run these kernels: JAX's interpreter
 for sm_80 to sm_120.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from jspeed.kernels import block_pairs
+from jspeed.model.custom_kernels import Call, Price, label
 
 LOG2_E = 1.4426950408889634  # base-2 exponents: the hardware has exp2
 MASKED = -1e30  # the score of a key that is not seen; finite, because -inf - -inf is NaN
@@ -63,7 +67,7 @@ def ranges(
     return first_BT, last_BT
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def attend(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -71,21 +75,22 @@ def attend(
     first_BT: jax.Array,
     last_BT: jax.Array,
     scale: float,
-    mask: str,
+    packed: bool,
+    window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attend from each query t to keys ``first_BT`` to t: ``[B, T, H, K]`` in the dtype of
     ``q_BTHK``.
 
-    ``first_BT`` and ``last_BT`` are those of :func:`ranges`. ``mask`` says what they come from,
-    packed_window384 or causal_window0 (no window): it names the kernels, so that a plan can count
-    their work. Sums are fp32. K must be a key of ``FORWARD``.
+    ``first_BT`` and ``last_BT`` are those of :func:`ranges`. Whether they come from documents
+    (``packed``) and which ``window`` names the kernels, so that a plan can count their work. Sums
+    are fp32. K must be a key of ``FORWARD``.
     """
-    return _forward(q_BTHK, k_BTHK, v_BTHK, first_BT, last_BT, scale, mask, interpret)[0]
+    return _forward(q_BTHK, k_BTHK, v_BTHK, first_BT, last_BT, scale, packed, window, interpret)[0]
 
 
-def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
-    run = partial(_run, scale=scale, mask=mask, interpret=interpret)
+def _forward(q, k, v, first_BT, last_BT, scale, packed, window, interpret):
+    run = partial(_run, scale=scale, packed=packed, window=window, interpret=interpret)
     statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     out, lse_BHT = run(
         "forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (like(q), statistics)
@@ -93,9 +98,9 @@ def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
     return out, (q, k, v, first_BT, last_BT, out, lse_BHT)
 
 
-def _backward(scale, mask, interpret, kept, dout):
+def _backward(scale, packed, window, interpret, kept, dout):
     q, k, v, first_BT, last_BT, out, lse_BHT = kept
-    run = partial(_run, scale=scale, mask=mask, interpret=interpret)
+    run = partial(_run, scale=scale, packed=packed, window=window, interpret=interpret)
     # Row sums of out * dout (FlashAttention's delta).
     delta_BHT = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays = q, k, v, dout, lse_BHT, delta_BHT
@@ -107,11 +112,24 @@ def _backward(scale, mask, interpret, kept, dout):
 attend.defvjp(_forward, _backward)
 
 
-def _run(name, kernel, blocks_of, arrays, results, *, scale, mask, interpret):
+def _run(name, kernel, blocks_of, arrays, results, *, scale, packed, window, interpret):
     blocks = blocks_of[arrays[0].shape[-1]]
-    return call(
-        f"attention_{name}_{mask}", partial(kernel, scale=scale), blocks, arrays, results, interpret
-    )
+    named = label("fused_attention", name, packed=int(packed), window=window, **sizes(blocks))
+    return call(named, partial(kernel, scale=scale), blocks, arrays, results, interpret)
+
+
+def sizes(blocks: Blocks) -> dict[str, int]:
+    """What a kernel's label says of its blocks."""
+    return {"own": blocks.own, "visited": blocks.visited}
+
+
+def price(call: Call) -> Price:
+    """Scores are recomputed in both backward kernels. Results are ``[B, T, H, K]``."""
+    matmuls = {"forward": 2, "dq": 3, "dk_dv": 4}[call.kernel]
+    lanes, length, *rest = call.results[0].dims
+    window = call.numbers.get("window", length)
+    how = window, bool(call.numbers["packed"]), call.kernel == "dk_dv"
+    return block_pairs.price(call, matmuls, lanes * math.prod(rest), length, *how)
 
 
 def call(
@@ -144,7 +162,7 @@ def call(
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        name=f"{name}_blocks{blocks.own}x{blocks.visited}",  # plan/attention.py reads it
+        name=name,
     )(*arrays)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from jspeed.model.kernels import attention_backends, packed_cudnn
+from jspeed.kernels import attention_backends, packed_cudnn
 
 
 def put_in_place(patch: pytest.MonkeyPatch) -> None:

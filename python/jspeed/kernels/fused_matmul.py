@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from jspeed.base.jax_versions import smem_layout
+from jspeed.model.custom_kernels import Call, Price, Refused, label
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.kernels.attention_backends import Refused
 
 ROWS, COLUMNS = 128, 128  # of the output, for one warpgroup; two lie side by side
 STRIP = 64  # columns per epilogue step
@@ -182,7 +182,7 @@ def matmul(
         )
         plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(shapes[place], dtype) for place, dtype in outputs],
         grid=(1 if interpret else SMS,),
@@ -190,7 +190,16 @@ def matmul(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         interpret=interpret,
-    )(a_NK, b, *apart, *beside)
+    )
+    with jax.named_scope(label("fused_matmul", "matmul")):
+        return run(a_NK, b, *apart, *beside)
+
+
+def price(call: Call) -> Price:
+    """A matmul of ``[N, K]`` and ``[F, K]``."""
+    (rows, contracted), (columns, _) = (operand.dims for operand in call.operands[:2])
+    flops = 2.0 * rows * contracted * columns
+    return Price("fp8_matmul", flops, dtype="f8", dims=(1, rows, contracted, columns))
 
 
 def _slot(block: tuple[int, int], dtype: Any) -> Any:

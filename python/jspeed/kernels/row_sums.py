@@ -9,16 +9,23 @@ is read once, and sums stay in registers. No GPU has run these kernels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused
-from jspeed.model.kernels.fused_attention import dot
+from jspeed.kernels.examples import normal, with_gradients
+from jspeed.kernels.fused_attention import dot
+from jspeed.model.custom_kernels import Call, Case, Kernel, OwnKernel, Price, Refused, Sizes, label
+from jspeed.optim import rows
+from jspeed.parallel import sharded_table
+from jspeed.parallel.lazy_table import Pending
 
 SUMS = 16  # of a program
 # at most, of a block; a program that changes a table does all, one that only sums does one block
@@ -53,7 +60,7 @@ def sum_rows(
         out_shape=jax.ShapeDtypeStruct((count, width), rows_ND.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-        name="row_sums",
+        name=label("row_sums", "sum_rows"),
     )(order_N, starts_S1, rows_ND)
 
 
@@ -93,7 +100,7 @@ def row_adam(
         input_output_aliases={5: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-        name="row_adam",
+        name=label("row_sums", "row_adam"),
     )(*arrays)
 
 
@@ -174,3 +181,56 @@ def _read(lists, number, part, mask):
         found = plgpu.load(ref.at[number - start, part], mask=here, other=found)
         start += ref.shape[0]
     return found
+
+
+def price(call: Call) -> Price:
+    """Of the table an update reads and writes the rows that are named alone."""
+    if call.kernel != "row_adam":
+        return Price("other")
+    _, _, numbers, _, _, table, *_ = call.operands
+    changed = numbers.dims[0] * (table.bytes // table.dims[0])
+    return Price("other", more_bytes=2 * (changed - table.bytes))
+
+
+def examples_of_sums(sizes: Sizes) -> Mapping[str, Case]:
+    """The gradient of a table by ids, one of which many tokens name."""
+    ids = _ids(sizes)
+
+    def fetch(table: jax.Array, kernel: Kernel | None) -> jax.Array:
+        return sharded_table.fetch(table, jnp.asarray(ids), None, kernel)
+
+    arrays = normal((*ids.shape, sizes.width), (sizes.tokens, sizes.width))
+    return {"look-up": (*with_gradients(fetch, Kernel(sum_rows)), arrays)}
+
+
+def examples_of_updates(sizes: Sizes) -> Mapping[str, Case]:
+    """Two lists of rows and gradients, by an owner that has half of the rows."""
+    half, ids = sizes.tokens // 2, cast(jax.Array, _ids(sizes).reshape(-1))
+    adam = rows.row_adam(lambda _: 1.0, lambda _: 0.5, eps=1e-10, weight_decay=lambda _: 0.1)
+
+    def update(
+        kernel: Kernel | None, gradients: jax.Array, table: jax.Array, squares: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        lists = [Pending(ids[part], gradients[part]) for part in (slice(half), slice(half, None))]
+        table = table if kernel else table.astype(jnp.float32)
+        state = rows.RowState(jnp.int32(0), squares)
+        table, state = adam.update(lists, table, state, kernel)
+        return table, state.square_V
+
+    gradients, table = normal((sizes.tokens, sizes.width), (half, sizes.width))
+    (squares,) = normal((half,), dtype=np.float32)
+    arrays = [gradients, table, np.square(squares)]
+    return {"update": (partial(update, Kernel(row_adam)), partial(update, None), arrays)}
+
+
+def _ids(sizes: Sizes) -> np.ndarray:
+    shape = 2, sizes.tokens // 2
+    ids = np.random.default_rng(0).integers(0, sizes.tokens, size=shape, dtype=np.int32)
+    ids[0, : sizes.tokens // 4] = 7
+    return ids
+
+
+OWN = (
+    OwnKernel("sums of rows", Kernel(sum_rows), examples_of_sums),
+    OwnKernel("update of rows", Kernel(row_adam), examples_of_updates),
+)

@@ -8,8 +8,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jspeed.errors import BadInput
+from jspeed.kernels import fused_mlp
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.kernels import fused_mlp
 
 N, F, D = 256, 512, 256
 INTERPRETED = InterpretGPUParams()
