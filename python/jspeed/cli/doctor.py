@@ -129,7 +129,7 @@ def accelerators() -> dict[str, Any]:
 def explain(device: "Device", capability: str | None) -> tuple[str, str]:
     """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None
     off NVIDIA GPUs."""
-    if device.note:
+    if device.note and capability is None:
         return device.note, device.note
     if capability is None:
         reason = "the only backend on a CPU"
@@ -142,6 +142,8 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
         )
     else:
         reason = f"compute capability {capability}"
+    if device.note:
+        reason += f"; {device.note}"
     reasons = {
         "native": f"on tensor cores, compute capability {capability}",
         "missing": (

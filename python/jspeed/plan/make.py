@@ -359,6 +359,8 @@ def warnings(
             "this device gets XLA's own attention, which holds the scores of a block of queries in"
             " memory"
         )
+    if placement.device.note and not placement.cluster.target.tpu:
+        lines.append(placement.device.note)
     if placement.cluster.target.tpu:
         lines.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
         lines.append(
