@@ -15,8 +15,6 @@ from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer
 from jspeed.fields import Stage as Stage
 from jspeed.model.custom_kernels import Kernel
-from jspeed.retrieval import Matches as Matches
-from jspeed.retrieval import Retrieval as Retrieval
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -131,8 +129,8 @@ class Context:
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
     itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of
     a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow
-    id p are set. ``matches`` (int32) of a recipe with ``retrieval``; None where there is no index,
-    as in ``jspeed sample``.
+    id p are set. ``beside``: what is known of the inputs beside themselves, of a recipe that asks
+    for it; None where nothing knows it, as in ``jspeed sample``.
     """
 
     stage: Stage
@@ -150,7 +148,7 @@ class Context:
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
     impossible: jax.Array | None = None
-    matches: Matches | None = None
+    beside: Any = None
 
     def use_fp8(self, asked: str) -> bool:
         """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training,
@@ -246,8 +244,8 @@ class Recipe:
     ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place after the
     last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
     evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be
-    its tokens. ``retrieval``: steps and evaluations get ``Context.matches``, from an index of the
-    tokens of earlier steps.
+    its tokens. ``beside`` (:class:`jspeed.base.beside.Beside`): steps and evaluations get
+    ``Context.beside``, from a loader of its own.
     """
 
     name: FolderName
@@ -277,7 +275,7 @@ class Recipe:
     averages: tuple[Any, ...] = ()
     keep_norm: tuple[str, ...] = ()
     canonical: bool = False
-    retrieval: Retrieval | None = None
+    beside: Any = None
     hidden: Callable[..., Any] | None = None
     logits: Callable[..., jax.Array] | None = None
     pointer: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
@@ -308,8 +306,8 @@ class Recipe:
 
     def row_words(self, length: int) -> int:
         """Numbers of a row of ``length`` inputs on its way to the devices: its tokens, one more,
-        and its matches."""
-        return length + 1 + length * (self.retrieval.words if self.retrieval else 0)
+        and what is beside them."""
+        return length + 1 + length * (self.beside.words if self.beside else 0)
 
     def tokens_per_step(self, stage: Stage) -> int:
         """Tokens in one global batch of ``stage``."""

@@ -365,3 +365,24 @@ def test_a_second_range_that_is_another_in_another_run_on_the_same_tokens(tmp_pa
         holdout=second | {"sha256": "cd" * 32},
     )
     only(problems(tmp_path / "records"), path, "holdout.sha256", "abababababab...", "cdcdcd")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tokens": -1}, "retrieval.tokens"),  # less than it trained on
+        ({"tokens": 1}, "retrieval.tokens"),  # more than the rows of its batches hold
+        ({"top": 0}, "in 'retrieval': field 'top'"),
+    ],
+)
+def test_an_index_holds_what_its_run_trained_on(records: Path, change, field) -> None:
+    path = the_run(records, 1)
+    trained = json.loads(path.read_text())["tokens"]
+    index = {"lengths": [6, 10], "recent": 96, "top": 4, "tokens": trained + 1}
+    path = forge(records, path, retrieval=index)
+    assert problems(records) == []
+    if "tokens" in change:
+        change = {"tokens": trained - 1 if change["tokens"] < 0 else 2 * trained + 1}
+    path = forge(records, path, retrieval=index | change)
+    [found] = problems(records)
+    assert found.startswith(f"{path}: ") and field in found

@@ -28,7 +28,6 @@ TABLE |= {
     "gain": {"shape": [], "axes": []},
 }
 RUN |= {"holdout": {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}}
-RUN |= {"retrieval": {"lengths": [6, 10, 20], "recent": 96, "top": 4, "tokens": 2460000}}
 RUN |= {
     "parameter_table": TABLE,
     "parameters": 8000 + 2400 + 800 + 1,
@@ -53,7 +52,6 @@ OPTIONAL = {
     "carried",
     "weighted",
     "holdout",
-    "retrieval",
     "kernels",
     "head_chunk",
     "remat",
@@ -280,8 +278,6 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("ended", "2026-01-31T12:09:00+00:00", "wall_seconds"),
         ("curve.1.step", 0, "curve[1].step"),
         ("holdout.first", 65535, "holdout.first"),
-        ("retrieval.tokens", 2457599, "retrieval.tokens"),  # not all that it trained on
-        ("retrieval.tokens", 4915201, "retrieval.tokens"),  # more than the rows of its batches hold
         ("curve.2.step", 150, "curve[2].step"),
         ("curve.2.timed_seconds", 20.0, "curve[2].timed_seconds"),
         ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),

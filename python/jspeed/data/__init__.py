@@ -1,6 +1,6 @@
 """Token shards and the batches made of them. Never imports jax."""
 
-from jspeed._dataloader import Batch, ContextIndex, Matches, Shards, TokenLoader, canonical_mask
+from jspeed._dataloader import Batch, Shards, TokenLoader, canonical_mask
 from jspeed.data.document_sharding import shard
 from jspeed.data.errors import (
     DocOverflowError,
@@ -17,10 +17,8 @@ from jspeed.fields import Stage
 
 __all__ = [
     "Batch",
-    "ContextIndex",
     "DocOverflowError",
     "LoaderForkedError",
-    "Matches",
     "ShardError",
     "ShardFormatError",
     "ShardTruncatedError",

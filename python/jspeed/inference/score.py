@@ -17,7 +17,6 @@ from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer, gpt2_byte_pairs
 from jspeed.data import find_split
 from jspeed.data.manifest import Split, read_folder
-from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
@@ -28,7 +27,7 @@ from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.step import weigh
-from jspeed.run.setup import open_retriever
+from jspeed.run.setup import open_stream
 
 HELLASWAG = Download(  # of that commit, as evaluations on it publish
     "hellaswag_val.jsonl",
@@ -65,10 +64,10 @@ def validate(
     a run does.
 
     ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's
-    tokens are not the model's, by its manifest or by the ids themselves. With retrieval the index
-    is of the folder's training tokens (:func:`index_of`).
+    tokens are not the model's, by its manifest or by the ids themselves. What a recipe wants
+    beside tokens is known of the folder's training tokens (:func:`stream_of`).
     """
-    reads: tuple[Split, ...] = ("train", "val") if model.recipe.retrieval else ("val",)
+    reads: tuple[Split, ...] = ("train", "val") if model.recipe.beside else ("val",)
     manifest: Mapping[str, Any] = read_folder(folder, reads) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
@@ -97,9 +96,9 @@ def validate(
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     if pairs := evaluate.byte_pairs(recipe, tokenizer.name, gpt2_byte_pairs):
         validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
-    if index := index_of(model, folder):
-        with index:
-            evaluate.look_up(validation, rows, index, model.mesh)
+    if loader := stream_of(model, folder):
+        with loader:
+            evaluate.look_up(validation, rows, loader, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)
     if not math.isfinite(loss):
         raise BadInput(
@@ -115,20 +114,17 @@ def validate(
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
 
 
-def index_of(model: Model, folder: Path) -> Retriever | None:
-    """Return the batches of ``folder`` with the index that the run of ``model``, with retrieval,
-    had at its end.
+def stream_of(model: Model, folder: Path) -> Any:
+    """Return the batches of ``folder`` as the run of ``model`` had read them at its end, for what
+    they tell of tokens.
 
-    The tokens that it trained on are read again. None without retrieval, and where its seed and
-    steps are not known."""
-    if model.recipe.retrieval is None or model.trained is None:
+    None where the recipe asks for nothing, and where the run's seed and steps are not known."""
+    if model.recipe.beside is None or model.trained is None:
         return None
     seed, steps = model.trained
-    index = open_retriever(
-        model.recipe.retrieval, steps, model.recipe, find_split(folder, "train"), seed
-    )
-    index.read(steps)
-    return index
+    loader = open_stream(model.recipe, find_split(folder, "train"), seed, steps)
+    loader.read(steps)
+    return loader
 
 
 def accuracy(model: Model, rows: np.ndarray) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.nn import initializers
 
-from jspeed.model import fp8, pointer, retrieved
+from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
 from jspeed.model.layers import (
@@ -68,7 +68,8 @@ from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.rows import RowTransformation, row_adam
 from jspeed.optim.schedules import jumps, shortened, staged, through
 from jspeed.optim.slow import measured, slow_adams, tied, when_due
-from jspeed.recipe import Context, Data, ParamSpec, Recipe, Retrieval, Stage, groups
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.retrieval import Retrieval, inputs
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
@@ -306,7 +307,7 @@ PARAMETERS = {
 }
 if RETRIEVAL:
     # how much of what followed a context the first state and the head get, by how sure it is
-    PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(RETRIEVAL), 2)
+    PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", inputs.number_of_cells(RETRIEVAL), 2)
 
 
 def hidden(
@@ -455,7 +456,7 @@ def hidden(
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     words_VD = params["head" if tied else "embed"]
-    followed = retrieved.terms(params.get("retrieved"), words_VD, ctx.matches, RETRIEVAL)
+    followed = inputs.terms(params.get("retrieved"), words_VD, ctx.beside, RETRIEVAL)
     x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1])
     outputs: list[jax.Array] = []
     for layer in range(LAST):
@@ -698,5 +699,5 @@ RECIPE = Recipe(
     row_optimizers=row_optimizers,
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
-    retrieval=Retrieval(RETRIEVAL, recent=32) if RETRIEVAL else None,
+    beside=Retrieval(RETRIEVAL, recent=32) if RETRIEVAL else None,
 )

@@ -158,15 +158,6 @@ class Carried(TypedDict):
     calls: list[str]  # to the host, of any program
 
 
-class Index(TypedDict):
-    """What a run with retrieval was told of earlier steps."""
-
-    lengths: list[AtLeastOne]  # of contexts, in tokens
-    recent: AtLeastOne  # occurrences of a context that count, the latest
-    top: AtLeastOne  # tokens that are told
-    tokens: Tokens  # in the index at the end: those of all rows so far, with each row's last target
-
-
 class Kernels(TypedDict):
     """What attention and FP8 matmuls ran on."""
 
@@ -258,7 +249,6 @@ class Unsealed(TypedDict):
     unread: NotRequired[Unread]  # where the run left enough of its training text unread
     weighted: NotRequired[bool]  # val_loss is a mean with weights of the recipe's
     carried: NotRequired[Carried]  # of runs whose score the trainer computed; older ones have none
-    retrieval: NotRequired[Index]  # of recipes that use it
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     # tokens of a row whose logits a step had at once; null, or none: all
     head_chunk: NotRequired[AtLeastOne | None]

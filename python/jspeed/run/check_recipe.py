@@ -99,8 +99,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"{what.format(len(listed))} for {recipe.layers} layers; give one for each layer"
             )
-    if recipe.retrieval:
-        yield from recipe.retrieval.problems()
+    if recipe.beside:
+        yield from recipe.beside.problems()
     if recipe.eval_tokens < recipe.eval_len:
         yield (
             f"eval_tokens is {recipe.eval_tokens}, less than one row of eval_len={recipe.eval_len};"

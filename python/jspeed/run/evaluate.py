@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from jspeed.base.beside import Knowing
 from jspeed.data import Shards, TokenLoader, canonical_mask
-from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put, replicated
@@ -120,8 +120,8 @@ def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
 
 
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
-    """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches
-    behind tokens alone."""
+    """Put the rows on the devices, with empty ones after them up to ``padded``, and zeros behind
+    tokens alone."""
     shape = padded, recipe.row_words(recipe.eval_len)
     array = put_padded(rows, shape, recipe.data.dtype, mesh)
     wanted = rows[:, 1 : recipe.eval_len + 1]
@@ -136,12 +136,10 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
     return ValidationSet(array, targets, len(rows), len(rows) * recipe.eval_len, mean, nothing)
 
 
-def look_up(
-    validation: ValidationSet, rows: np.ndarray, loader: TokenLoader | Retriever, mesh: Mesh
-) -> None:
-    """Put what the steps so far say of validation ``rows`` behind them on the devices; without
-    retrieval, nothing."""
-    if isinstance(loader, Retriever):
+def look_up(validation: ValidationSet, rows: np.ndarray, loader: Any, mesh: Mesh) -> None:
+    """Put what ``loader`` knows so far of validation ``rows`` behind them on the devices; without
+    such a loader, nothing."""
+    if isinstance(loader, Knowing):
         with jax.transfer_guard("allow"):
             validation.rows = put_padded(
                 loader.looked_up(rows), validation.rows.shape, validation.rows.dtype, mesh

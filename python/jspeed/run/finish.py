@@ -11,23 +11,15 @@ from typing import Any, cast
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.beside import Knowing
 from jspeed.base.files import as_text
-from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import TOKENIZER_FILE, unit_of
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import as_json
 from jspeed.recipe import Stage
 from jspeed.record import provenance
 from jspeed.record.run_json import write_run
-from jspeed.record.schema import (
-    SCHEMA,
-    Holdout,
-    Index,
-    Probe,
-    Unread,
-    Unsealed,
-    count_parameters,
-)
+from jspeed.record.schema import SCHEMA, Holdout, Probe, Unread, Unsealed, count_parameters
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export
@@ -218,10 +210,8 @@ def record(
         "probes": cast(dict[str, Probe], verdicts),
         **origin,
     }
-    if recipe.retrieval and isinstance(setup.data.loader, Retriever):
-        asked = recipe.retrieval
-        in_index = {"lengths": list(asked.lengths), "recent": asked.recent, "top": asked.top}
-        run["retrieval"] = cast(Index, in_index | {"tokens": setup.data.loader.indexed_tokens})
+    if isinstance(setup.data.loader, Knowing):
+        run = cast(Unsealed, {**run, recipe.beside.name: setup.data.loader.section()})
     if holdout and val_loss is not None:
         run["holdout"] = holdout
     if unread and val_loss is not None:

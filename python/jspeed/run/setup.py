@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.beside import Knowing
 from jspeed.base.compile_cache import use_compile_cache
 from jspeed.base.compiler import out_of_memory
 from jspeed.base.files import as_text, cache_folder, write_whole
@@ -22,13 +23,12 @@ from jspeed.base.processes import gather, require_equal
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_folder
 from jspeed.data.recipe_compatibility import check_fits
-from jspeed.data.retriever import Retriever
 from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for
-from jspeed.recipe import Recipe, Retrieval
+from jspeed.recipe import Recipe
 from jspeed.record import provenance
 from jspeed.record.provenance import StartEvidence, checksum
 from jspeed.record.sizes import describe
@@ -77,7 +77,7 @@ class RunData:
     manifest: Mapping[str, Any]
     shards: Shards
     val_shards: Shards
-    loader: TokenLoader | Retriever
+    loader: Any
     rows: np.ndarray
     holdout: evaluate.HoldoutRows | None
     byte_pairs: Sequence[bytes]
@@ -215,10 +215,7 @@ def open_data(
     all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
-    asked, stream = recipe.retrieval, (recipe, shards, options.seed)
-    loader: TokenLoader | Retriever = (
-        open_retriever(asked, options.steps, *stream) if asked else open_loader(*stream)
-    )
+    loader = open_stream(recipe, shards, options.seed, options.steps)
     data = RunData(
         folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs, files
     )
@@ -299,23 +296,16 @@ def say_opening(
         ("kernels", explanation, kernels),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
-    if isinstance(data.loader, Retriever) and recipe.retrieval:
-        lengths = ", ".join(map(str, recipe.retrieval.lengths))
-        what = (
-            f"index of what this run trains on, contexts of {lengths} tokens; memory of each"
-            " process's host"
-        )
-        rows.append(("retrieval", what, f"{data.loader.nbytes / 1e9:.1f} GB"))
+    if isinstance(data.loader, Knowing):
+        rows.append(data.loader.opening())
     output.opening(console, rows)
     start = options.init_from
     differences = hooks.departures(start, loaded, data.manifest) if start else ()
-    again = recipe.retrieval and data.shards.num_tokens < recipe.tokens
-    twice = "text is read more than once, whose index knows what comes next: take fewer steps"
     notes = (
         platform_problem(device.platform),
         *hooks.notes(recipe, loaded.source_sha256),
         data.holdout and data.holdout.note,
-        twice if again else None,
+        recipe.beside.warning(recipe, data.shards.num_tokens) if recipe.beside else None,
     )
     output.notes(console, loaded.note, *differences, device.note, *notes)
 
@@ -461,19 +451,12 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int, all_lanes: bool = Fal
     )
 
 
-def open_retriever(
-    asked: Retrieval, steps: int | None, recipe: Recipe, shards: Shards, seed: int
-) -> Retriever:
-    """Open the same stream with an index of its tokens, with room for all or the first ``steps``.
-
-    Raises BadInput where there is no memory for it."""
-    lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
+def open_stream(recipe: Recipe, shards: Shards, seed: int, steps: int | None) -> Any:
+    """Open the stream of training batches with what the recipe wants beside their tokens, with room
+    for all or the first ``steps``."""
+    if recipe.beside is None:
+        return open_loader(recipe, shards, seed)
     own = recipe.lanes // jax.process_count()
-    return Retriever(
-        open_loader(recipe, shards, seed, all_lanes=True),
-        asked,
-        capacity=recipe.lanes * sum(length + 1 for length in lengths[:steps]),
-        bos_id=recipe.data.bos_id,
-        dtype=recipe.data.dtype,
-        lanes=slice(own * jax.process_index(), own * (jax.process_index() + 1)),
-    )
+    lanes = slice(own * jax.process_index(), own * (jax.process_index() + 1))
+    every = open_loader(recipe, shards, seed, all_lanes=True)
+    return recipe.beside.open(every, recipe, steps, lanes)

@@ -19,9 +19,9 @@ from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.beside import Knowing
 from jspeed.base.processes import Stop
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
-from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, Terminated, first_line
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import Recipe, Stage
@@ -133,10 +133,10 @@ def loop(
     mask = cache(lambda: begin_mask(setup))
 
     def settle() -> None:
-        """Read the last loss and wait, on the clock, for the mask and the index: none of it happens
-        in a pause."""
+        """Read the last loss and wait, on the clock, for the mask and for what the loader knows:
+        none of it happens in a pause."""
         history.read()
-        if isinstance(setup.data.loader, Retriever):
+        if isinstance(setup.data.loader, Knowing):
             setup.data.loader.wait()
         if history.steps and (built := mask()):
             setup.validation.impossible = built.result()
@@ -167,8 +167,8 @@ def loop(
         before = now()
         batch = setup.data.loader.__next__()  # next() would forget its type
         loaded = now()
-        # Tokens as stored, and their matches: the device derives inputs, targets and documents from
-        # them.
+        # Tokens as stored, and what is beside them: the device derives inputs, targets and
+        # documents from them.
         state, metrics = execute(
             state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
         )

@@ -1,5 +1,5 @@
 //! The index against a model that keeps every context in a map; see `contexts::KEPT` for what their
-//! hashes are here. `tests/data/test_context_index.py` has what it refuses.
+//! hashes are here. `tests/retrieval/test_context_index.py` has what it refuses.
 
 use std::collections::HashMap;
 

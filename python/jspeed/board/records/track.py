@@ -11,9 +11,18 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 from jspeed.base.files import read_input
 from jspeed.errors import BadInput
 from jspeed.fields import AtLeastOne, NotNegative, Whole, check_json
-from jspeed.record.schema import Devices, Unsealed
+from jspeed.record.schema import Devices, Tokens, Unsealed
 
 NAME = "track.toml"
+
+
+class Index(TypedDict):
+    """What run.json says of retrieval: what a run was told of earlier steps."""
+
+    lengths: list[AtLeastOne]  # of contexts, in tokens
+    recent: AtLeastOne  # occurrences of a context that count, the latest
+    top: AtLeastOne  # tokens that are told
+    tokens: Tokens  # in the index at the end: those of all rows so far, with each row's last target
 
 
 # Every key of a track's file; one in a table as "table.key".

@@ -9,12 +9,14 @@ import json
 from collections.abc import Hashable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jspeed.board.records import trust
 from jspeed.board.records.preregistration import PlannedRun, Preregistration
 from jspeed.board.records.store import Problem, Records, Row, plan_name, source_name
-from jspeed.fields import recipe_hash
+from jspeed.board.records.track import Index
+from jspeed.errors import BadInput
+from jspeed.fields import check_json, recipe_hash
 
 
 def verify(records: Records, now: datetime) -> list[Problem]:
@@ -27,6 +29,7 @@ def verify(records: Records, now: datetime) -> list[Problem]:
         *data(records),
         *weights(records),
         *trust.problems(records),
+        *indexes(records),
     ]
     return problems
 
@@ -207,3 +210,20 @@ def weights(records: Records) -> Iterator[Problem]:
     for path, kept in records.weights.items():
         if (path.parent, kept["run"]) not in beside:
             yield wrong(path, "run", "the sha256 of a run beside it", f"{kept['run'][:12]}...")
+
+
+def indexes(records: Records) -> Iterator[Problem]:
+    """A row has one more token than it trains on; so an index of a run's tokens holds at most twice
+    as many."""
+    for row in records.rows:
+        if (index := dict(row.run).get("retrieval")) is None:
+            continue
+        try:
+            check_json(index, Index)
+        except BadInput as error:
+            yield Problem(row.path, f"{row.path}: in 'retrieval': {error}")
+            continue
+        trained, held = row.run["tokens"], cast(Index, index)["tokens"]
+        if not trained <= held <= 2 * trained:
+            wanted = f"the tokens trained on, {trained}, and one more for each row"
+            yield wrong(row.path, "retrieval.tokens", wanted, held)

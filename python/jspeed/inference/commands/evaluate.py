@@ -125,13 +125,13 @@ def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) ->
     from jspeed.data.tokens import unit_of
     from jspeed.inference.score import validate
 
-    if model.recipe.retrieval and model.trained:
+    if model.recipe.beside and model.trained:
         without = ", accuracy without" if accuracy else ""
         seed, steps = model.trained
         print(
             f"loss with an index of what {steps} steps with seed {seed} read of {folder}{without}"
         )
-    elif model.recipe.retrieval:
+    elif model.recipe.beside:
         print(
             f"{model.recipe.name} is told that nothing was found: nothing here says what its run"
             " had read"

@@ -48,7 +48,7 @@ class Program:
 
     ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
     number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
-    ``Data.dtype`` (longer with retrieval: :mod:`jspeed.retrieval`) -> (state, {"loss": fp32
+    ``Data.dtype`` (longer with more: :mod:`jspeed.base.beside`) -> (state, {"loss": fp32
     scalar}). ``evaluate(params, rows, targets, impossible)``: such rows ``[eval_rows, eval_len +
     1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
     each target, the last rows padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput
 from jspeed.model import pointer
 from jspeed.model.losses import UNLIKELY, mixed_loss, over_chunks, ruled_out
-from jspeed.recipe import Context, Matches, Recipe
+from jspeed.recipe import Context, Recipe
 
 LOGITS = 2**26
 """Logits that exist at once on a device: 268 MB in fp32."""
@@ -96,10 +96,10 @@ def by_rows(
     at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
 
     def of_part(part: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
-        tokens, targets, matches = part
-        return measure(recipe, params, tokens, targets, replace(ctx, matches=matches))
+        tokens, targets, beside = part
+        return measure(recipe, params, tokens, targets, replace(ctx, beside=beside))
 
-    parts: tuple[jax.Array, jax.Array, Matches | None] = tokens_BT, targets_BT, ctx.matches
+    parts: tuple[jax.Array, jax.Array, Any] = tokens_BT, targets_BT, ctx.beside
     if at_once == rows:
         return of_part(parts)
     cut = jax.tree.map(lambda a: a.reshape(rows // at_once, at_once, *a.shape[1:]), parts)

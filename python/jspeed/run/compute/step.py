@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
+from jspeed.base.beside import split
 from jspeed.errors import BadInput
 from jspeed.model.layers import key_of
 from jspeed.optim import averages
@@ -38,7 +39,6 @@ from jspeed.recipe import (
     map_specs,
     without_lazy,
 )
-from jspeed.retrieval import unpacked
 from jspeed.run.compute import accumulators, division
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.score import Measure, losses
@@ -104,7 +104,7 @@ def train_step(
         accumulators.specs(recipe, layout, mesh),
     )
     later = gathered_per_layer(recipe, layout)
-    mean = mean_weight(recipe, unpacked(recipe.retrieval, tokens)[0])
+    mean = mean_weight(recipe, split(recipe.beside, tokens)[0])
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), **fetcher(recipe, mesh, cuts))
     if find_layout(layout).remat:
@@ -221,8 +221,8 @@ def gradients(
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
     def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        micro, matches = unpacked(recipe.retrieval, micro)
-        now = replace(ctx, first_row=first_row, matches=matches)
+        micro, beside = split(recipe.beside, micro)
+        now = replace(ctx, first_row=first_row, beside=beside)
         total, loss_BT = recipe.loss(
             params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now
         )
@@ -248,7 +248,7 @@ def gradient(
     The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed
     tables, that of earlier steps and this one.
     """
-    tokens = unpacked(recipe.retrieval, micro)[0][:, 1:].size
+    tokens = split(recipe.beside, micro)[0][:, 1:].size
 
     def leaf(spec: ParamSpec, p: Any) -> Any:
         if spec.summed:
@@ -357,9 +357,9 @@ def eval_step(
 
         def measured(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             row, targets_BT = part
-            row, matches = unpacked(recipe.retrieval, row)
+            row, beside = split(recipe.beside, row)
             inputs_BT = row[:, :-1]
-            found_BT = measure(recipe, whole, inputs_BT, targets_BT, replace(now, matches=matches))
+            found_BT = measure(recipe, whole, inputs_BT, targets_BT, replace(now, beside=beside))
             if recipe.weigh is None:
                 return found_BT
             return found_BT * recipe.weigh(inputs_BT, targets_BT)

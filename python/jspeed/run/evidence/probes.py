@@ -17,19 +17,18 @@ from jax.errors import JaxRuntimeError
 from numpy.typing import NDArray
 
 from jspeed.base import processes
+from jspeed.base.beside import looked_up, split
 from jspeed.base.cores import cores
 from jspeed.base.files import sha256_of
 from jspeed.base.processes import broadcast, gather
 from jspeed.data import open_shards
 from jspeed.data.overlap import TokenRange, overlap, trained_on
-from jspeed.data.retriever import looked_up
 from jspeed.errors import BadInput, type_and_line
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
 from jspeed.recipe import Context
 from jspeed.record.provenance import checksum
 from jspeed.record.schema import Data, Holdout
-from jspeed.retrieval import unpacked
 from jspeed.run import evaluate
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.score import losses
@@ -132,12 +131,12 @@ def stream_repeats(setup: Setup, steps: int, fed: str | None) -> Verdict:
     """Read the run's batches again, from what its shards' names stand for now: they must be those
     that it was ``fed``, and the files those of its start.
 
-    Not with retrieval, and not after a resume of several processes, where it is not known.
+    Not with more beside the tokens, nor after a resume of several processes, where it is unknown.
     """
     read, recipe = setup.data, setup.recipe
 
     def same() -> dict[str, Any]:
-        if fed is None or recipe.retrieval:
+        if fed is None or recipe.beside:
             return {"stream": None, "changed": changed_files(read.files)}
         shards = open_shards(read.shards.paths)
         with open_loader(recipe, shards, setup.options.seed) as loader:
@@ -162,15 +161,15 @@ def changed_files(before: stream.Facts) -> list[str]:
 
 def causality_of_run(setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray) -> Verdict:
     """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before``, with other ends
-    by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what retrieval finds
-    for them included."""
+    by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what the
+    loader knows of them included."""
     recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
     validation = to_devices(rows, program.eval_rows, recipe, mesh)
     validation.impossible = setup.validation.impossible
 
     def losses(inputs: np.ndarray) -> np.ndarray:
         look_up(validation, inputs, setup.data.loader, mesh)
-        if recipe.retrieval is None:
+        if recipe.beside is None:
             shape, dtype = validation.rows.shape, validation.rows.dtype
             validation.rows = put_padded(inputs, shape, dtype, mesh)
         return token_losses(program.evaluate, params, validation)
@@ -199,8 +198,8 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     ctx = eval_context(recipe, setup.placement.device)
 
     def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        tokens, matches = unpacked(recipe.retrieval, tokens)
-        inputs, targets, ctx = tokens[:, :-1], tokens[:, 1:], replace(ctx, matches=matches)
+        tokens, beside = split(recipe.beside, tokens)
+        inputs, targets, ctx = tokens[:, :-1], tokens[:, 1:], replace(ctx, beside=beside)
         logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
         if ctx.impossible is not None:
             bits = jnp.unpackbits(

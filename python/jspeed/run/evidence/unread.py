@@ -25,7 +25,7 @@ def unread_rows(setup: Setup, steps: int) -> np.ndarray:
     length = recipe.eval_len
     rows_of_batch = recipe.lanes * (last.lane_len // length)
     nothing = np.empty((0, length + 1), setup.data.rows.dtype)
-    if recipe.retrieval or not rows_of_batch:
+    if recipe.beside or not rows_of_batch:
         return nothing
     more = -(-wanted // rows_of_batch)
     longer = (*recipe.stages[:-1], replace(last, steps=last.steps + more))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed._dataloader import Batch, ContextIndex, TokenLoader
-from jspeed.retrieval import Matches, Retrieval, packed
+from jspeed._dataloader import Batch, ContextIndex
+from jspeed.data import TokenLoader
+from jspeed.retrieval.rows import Matches, packed
 
 
 class Rows(NamedTuple):
-    """A batch as the devices get it: ``tokens`` are rows that :func:`jspeed.retrieval.packed`
+    """A batch as the devices get it: ``tokens`` are rows that :func:`jspeed.retrieval.rows.packed`
     made."""
 
     tokens: NDArray[Any]
@@ -30,23 +31,24 @@ class Retriever:
     ``lanes`` are those of this process. ``capacity`` is the tokens of all rows of the run.
 
     Raises :class:`BadInput` where the machine has not the memory
-    (:class:`~jspeed.data.ContextIndex`).
+    (:class:`~jspeed.retrieval.ContextIndex`).
     """
 
     def __init__(
         self,
         loader: TokenLoader,
-        asked: Retrieval,
         *,
+        lengths: tuple[int, ...],
+        recent: int,
+        top: int,
         capacity: int,
         bos_id: int,
         dtype: np.dtype[Any],
         lanes: slice,
     ) -> None:
         self._loader, self._dtype, self._lanes = loader, dtype, lanes
-        self._index = ContextIndex(
-            capacity, lengths=asked.lengths, recent=asked.recent, top=asked.top, bos_id=bos_id
-        )
+        self._asked: dict[str, Any] = {"lengths": list(lengths), "recent": recent, "top": top}
+        self._index = ContextIndex(capacity, lengths=lengths, recent=recent, top=top, bos_id=bos_id)
         self._thread = ThreadPoolExecutor(1, "retriever")
         self._state = loader.state_dict()  # after the batches that were handed out
         self._coming: Future[tuple[Batch, Rows, dict[str, Any]] | None] | None = None
@@ -88,16 +90,20 @@ class Retriever:
         self.wait()
         return self._looked_up(tokens)
 
-    @property
-    def indexed_tokens(self) -> int:
-        """Tokens of the batches that were handed out, all of them in the index."""
+    def section(self) -> dict[str, Any]:
+        """Return what was asked, and the tokens of the batches that were handed out, all of them in
+        the index."""
         self.wait()
-        return self._index.num_tokens
+        return self._asked | {"tokens": self._index.num_tokens}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index, empty or full."""
-        return self._index.nbytes
+    def opening(self) -> tuple[str, str, str]:
+        """Return what a run says of the index: contexts, and bytes, empty or full."""
+        lengths = ", ".join(map(str, self._asked["lengths"]))
+        what = (
+            f"index of what this run trains on, contexts of {lengths} tokens; memory of each"
+            " process's host"
+        )
+        return "retrieval", what, f"{self._index.nbytes / 1e9:.1f} GB"
 
     def state_dict(self) -> dict[str, int | str]:
         """Return where the stream stands after the batches handed out so far."""
@@ -141,9 +147,3 @@ class Retriever:
         /,
     ) -> None:
         self.close()
-
-
-def looked_up(loader: TokenLoader | Retriever, tokens: NDArray[Any]) -> NDArray[Any]:
-    """Return ``tokens`` (ids ``[B, T + 1]``) with what a :class:`Retriever` finds for them; of
-    another loader as they are."""
-    return loader.looked_up(tokens) if isinstance(loader, Retriever) else tokens

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model import retrieved
 from jspeed.retrieval import Matches
+from jspeed.retrieval import inputs as retrieved
 
 LENGTHS = (2, 3, 6)
 

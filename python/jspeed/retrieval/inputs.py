@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.layers import rms_norm
-from jspeed.retrieval import Matches
+from jspeed.retrieval.rows import Matches
 
 # Borders of how often a context occurred, and of the share of the token that followed most often:
 # those of PR 367 of modded-nanogpt.

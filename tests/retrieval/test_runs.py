@@ -20,21 +20,21 @@ BOS = 256
 RECIPE = '''"""What followed, and no more.
 
 What    A bigram model with retrieval.
-Source  tests/run/test_retrieval.py
+Source  tests/retrieval/test_runs.py
 """
 
 import optax
 from jax.nn import initializers
 
-from jspeed.model import retrieved
 from jspeed.model.layers import lookup, rms_norm
 from jspeed.model.mudd import blend
-from jspeed.recipe import Data, ParamSpec, Recipe, Retrieval, Stage
+from jspeed.recipe import Data, ParamSpec, Recipe, Stage
+from jspeed.retrieval import Retrieval, inputs
 
 VOCAB = 272
 LENGTHS = (4, 8)
 STEPS = 24
-CELLS = retrieved.number_of_cells(LENGTHS)
+CELLS = inputs.number_of_cells(LENGTHS)
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, 64), ("token", "model"), initializers.normal(1.0), "all"),
     "head": ParamSpec((VOCAB, 64), ("vocab", "model"), initializers.zeros, "all"),
@@ -43,7 +43,7 @@ PARAMETERS = {
 
 
 def hidden(params, tokens_BT, ctx):
-    terms = retrieved.terms(params["scales"], params["embed"], ctx.matches, LENGTHS)
+    terms = inputs.terms(params["scales"], params["embed"], ctx.beside, LENGTHS)
     return rms_norm(blend((1.0, lookup(params["embed"], tokens_BT)), *terms))
 
 
@@ -74,7 +74,7 @@ RECIPE = Recipe(
     eval_len=64,
     attention_width=64,
     layers=1,
-    retrieval=Retrieval(LENGTHS, top=2),
+    beside=Retrieval(LENGTHS, top=2),
 )
 '''
 

@@ -10,10 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from jspeed.data import ContextIndex, Matches, TokenLoader
+from jspeed._dataloader import Matches
+from jspeed.data import TokenLoader
 from jspeed.errors import BadInput
+from jspeed.retrieval import ContextIndex
 
-from .on_disk import shards_of
+from ..data.on_disk import shards_of
 
 BOS = 0
 
@@ -217,7 +219,8 @@ def test_any_layout_and_byte_order_of_rows_is_read(dtype, form):
 FORKS = """
     import os, sys, threading
     import numpy as np
-    from jspeed.data import ContextIndex, LoaderForkedError
+    from jspeed.data import LoaderForkedError
+    from jspeed.retrieval import ContextIndex
     rows = np.random.default_rng(0).integers(0, 50_000, (8, 20_000), np.uint16)
     index = ContextIndex(rows.size * 40, threads=2)
     pushes = threading.Thread(target=lambda: [index.push(step, rows) for step in range(40)])
@@ -247,7 +250,7 @@ def test_threads_that_cannot_be_had_are_done_without():
     code = """
     import resource
     import numpy as np
-    from jspeed.data import ContextIndex
+    from jspeed.retrieval import ContextIndex
     rows = np.array([[331, 332, 333, 331]], np.uint16)
     most = 4096 * int(open("/proc/self/statm").read().split()[0]) + 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

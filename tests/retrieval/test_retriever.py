@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jspeed.data import ContextIndex, StateMismatchError, TokenLoader
-from jspeed.data.retriever import Retriever
+from jspeed.base.beside import split
+from jspeed.data import StateMismatchError, TokenLoader
 from jspeed.errors import BadInput
-from jspeed.retrieval import Matches, Retrieval, packed, unpacked
+from jspeed.retrieval import ContextIndex, Matches, Retrieval, Retriever
+from jspeed.retrieval.rows import packed
 
-from .on_disk import shards_of
+from ..data.on_disk import shards_of
 from .test_context_index import BOS, text
 
 ASKED = Retrieval(lengths=(1, 3), recent=9, top=2)
@@ -34,7 +35,14 @@ def loader_of(tokens=None):
 
 def retriever(lanes=slice(0, 4), tokens=None, capacity=CAPACITY, dtype=np.uint16):
     return Retriever(
-        loader_of(tokens), ASKED, capacity=capacity, bos_id=BOS, dtype=np.dtype(dtype), lanes=lanes
+        loader_of(tokens),
+        lengths=ASKED.lengths,
+        recent=ASKED.recent,
+        top=ASKED.top,
+        capacity=capacity,
+        bos_id=BOS,
+        dtype=np.dtype(dtype),
+        lanes=lanes,
     )
 
 
@@ -56,7 +64,7 @@ def expected():
 
 
 def assert_same(rows, tokens, found):
-    ours, matches = unpacked(ASKED, rows)
+    ours, matches = split(ASKED, rows)
     np.testing.assert_array_equal(ours, tokens)
     for part, other in zip(
         matches, (found.tokens, found.counts, found.lengths, found.occurrences), strict=True
@@ -68,7 +76,7 @@ def assert_same(rows, tokens, found):
 def test_a_step_is_told_of_the_steps_before_it_and_an_evaluation_of_all_so_far(dtype):
     steps = expected()
     with retriever(dtype=dtype) as ours:
-        assert not unpacked(ASKED, ours.looked_up(VAL))[1].lengths_BT.any()
+        assert not split(ASKED, ours.looked_up(VAL))[1].lengths_BT.any()
         for tokens, found, of_val in steps:
             rows = next(ours).tokens
             assert rows.dtype == dtype and rows.flags.c_contiguous
@@ -130,9 +138,9 @@ def test_rows_are_unpacked_as_they_were_packed(dtype):
     )
     rows = packed(tokens, matches, dtype)
     assert rows.dtype == dtype and rows.shape == (2, 8 + 7 * asked.words)
-    ours, found = unpacked(asked, rows)
+    ours, found = split(asked, rows)
     np.testing.assert_array_equal(ours, tokens)
     for part, other in zip(found, matches, strict=True):
         np.testing.assert_array_equal(part, other)
-    whole, nothing = unpacked(None, rows)
+    whole, nothing = split(None, rows)
     assert whole is rows and nothing is None

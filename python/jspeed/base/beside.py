@@ -1,0 +1,80 @@
+"""Numbers beside the tokens of a row: what a recipe may ask for, and the loader that gives them.
+
+A row of a batch is then its tokens, and behind them what is known of each input: one array, whose
+rows are divided over devices and micro-batches as ever. Imports no jax.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
+
+
+@runtime_checkable
+class Knowing(Protocol):
+    """A loader that knows something of tokens, from the batches that it has handed out."""
+
+    def looked_up(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Return rows of ``tokens`` (ids ``[B, T + 1]``) with what is known of them so far."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it knows the batches that were handed out."""
+        ...
+
+    def read(self, steps: int) -> None:
+        """Read so many batches for what they tell alone, before the first one is handed out."""
+        ...
+
+    def section(self) -> dict[str, Any]:
+        """Return what run.json says of it."""
+        ...
+
+    def opening(self) -> tuple[str, str, str]:
+        """Return what a run says of it at its start: a word, what it is, its size."""
+        ...
+
+
+class Beside(Protocol):
+    """A recipe's field ``beside``: what its rows carry. ``name`` is that of its section in
+    run.json."""
+
+    name: str
+
+    @property
+    def words(self) -> int:
+        """How many numbers a position has."""
+        ...
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with it."""
+        ...
+
+    def unpack(self, words_BTW: Any) -> Any:
+        """Return what ``Context.beside`` is, of the numbers of each position (NumPy's or JAX's)."""
+        ...
+
+    def open(self, loader: Any, recipe: Any, steps: int | None, lanes: slice) -> Any:
+        """Return a :class:`Knowing` loader of the same batches for ``steps`` of ``recipe`` (None:
+        all). ``loader`` gives all lanes; ``lanes`` are those of this process."""
+        ...
+
+    def warning(self, recipe: Any, tokens: int) -> str | None:
+        """Return what to say of a run that trains on ``tokens``."""
+        ...
+
+
+def split(beside: Beside | None, rows: Any) -> tuple[Any, Any]:
+    """Return the tokens ``[B, T + 1]`` of ``rows`` (NumPy's or JAX's), and what is beside them;
+    None where a recipe asks for nothing."""
+    if beside is None:
+        return rows, None
+    length = (rows.shape[1] - 1) // (1 + beside.words)
+    words_BTW = rows[:, length + 1 :].reshape(rows.shape[0], length, beside.words)
+    return rows[:, : length + 1], beside.unpack(words_BTW)
+
+
+def looked_up(loader: Any, tokens: NDArray[Any]) -> NDArray[Any]:
+    """Return ``tokens`` (ids ``[B, T + 1]``) with what a :class:`Knowing` loader says of them; of
+    another loader as they are."""
+    return loader.looked_up(tokens) if isinstance(loader, Knowing) else tokens
