@@ -17,6 +17,8 @@ OPEN = (
 # All else, module by module.
 NAMES = {
     "jspeed._dataloader": (
+        "Batch",
+        "ContextIndex",
         "HEADER_BYTES",
         "header",
     ),
@@ -26,7 +28,10 @@ NAMES = {
         "hooks",
         "rank_of",
     ),
-    "jspeed.data": ("find_split",),
+    "jspeed.data": (
+        "TokenLoader",
+        "find_split",
+    ),
     "jspeed.data.errors": (
         "ShardFormatError",
         "TokenRangeError",
@@ -37,14 +42,53 @@ NAMES = {
         "open_shards",
         "split_of",
     ),
-    "jspeed.data.retriever": ("Retriever",),
+    "jspeed.model.attention": ("find_documents",),
+    "jspeed.model.custom_kernels": (
+        "Attending",
+        "Backend",
+        "Call",
+        "Case",
+        "Chip",
+        "Kernel",
+        "OwnKernel",
+        "Price",
+        "Refused",
+        "Run",
+        "Sizes",
+        "label",
+        "price",
+    ),
+    "jspeed.model": (
+        "fp8",
+        "pointer",
+    ),
+    "jspeed.model.fp8": (
+        "E4M3",
+        "E4M3_MAX",
+        "E5M2",
+        "E5M2_MAX",
+        "quantise",
+    ),
+    "jspeed.model.heads": ("without_own_value",),
     "jspeed.model.kv_cache": (
         "Cache",
         "advance",
         "empty",
     ),
-    "jspeed.model.layers": ("key_of",),
-    "jspeed.parallel": ("DEFAULT_LAYOUT",),
+    "jspeed.model.layers": (
+        "key_of",
+        "rms_norm",
+    ),
+    "jspeed.model.mlp": ("MARGIN",),
+    "jspeed.model.positions": (
+        "frequencies",
+        "queries_and_keys",
+    ),
+    "jspeed.optim": ("rows",),
+    "jspeed.parallel": (
+        "DEFAULT_LAYOUT",
+        "sharded_table",
+    ),
     "jspeed.parallel.describe": ("tiles",),
     "jspeed.parallel.layout": (
         "LAYOUTS",
@@ -55,6 +99,7 @@ NAMES = {
         "sharded_dim",
         "with_remat",
     ),
+    "jspeed.parallel.lazy_table": ("Pending",),
     "jspeed.parallel.mesh": (
         "MOST_DEVICES",
         "batch_rows",
@@ -82,7 +127,6 @@ NAMES = {
         "known_recipes",
         "packaged",
     ),
-    "jspeed.record": ("provenance",),
     "jspeed.record.audits": (
         "Audit",
         "MOST_NUMBERS",
@@ -92,6 +136,7 @@ NAMES = {
         "parse_audit",
     ),
     "jspeed.record.consistent": ("PROBES",),
+    "jspeed.record": ("provenance",),
     "jspeed.record.provenance": ("installed",),
     "jspeed.record.run_json": (
         "content_hash",
@@ -109,7 +154,6 @@ NAMES = {
         "scored_heads",
         "scored_shape",
     ),
-    "jspeed.run": ("evaluate",),
     "jspeed.run.checkpoint": (
         "damage",
         "newest",
@@ -117,7 +161,6 @@ NAMES = {
         "steps_in",
     ),
     "jspeed.run.clock": ("utc_now",),
-    "jspeed.run.compute": ("program",),
     "jspeed.run.compute.accumulators": (
         "first_alike",
         "steps_of",
@@ -148,6 +191,7 @@ NAMES = {
         "Preflight",
         "preflight",
     ),
+    "jspeed.run.compute": ("program",),
     "jspeed.run.compute.program": (
         "Program",
         "compile_evaluation",
@@ -160,9 +204,10 @@ NAMES = {
         "weigh",
     ),
     "jspeed.run.console": ("opening",),
-    "jspeed.run.evidence": ("probes",),
+    "jspeed.run": ("evaluate",),
     "jspeed.run.evidence.carried": ("carried",),
     "jspeed.run.evidence.foreign_code": ("allow",),
+    "jspeed.run.evidence": ("probes",),
     "jspeed.run.evidence.probes": (
         "evaluate_holdout",
         "sha256_of_rows",
@@ -197,6 +242,6 @@ NAMES = {
         "data_folder",
         "load_recipe_and_placement",
         "open_data",
-        "open_retriever",
+        "open_stream",
     ),
 }
