@@ -1,6 +1,7 @@
 """Every satellite can be taken away: a copy of the tree without it still helps, trains, and passes
 the core's tests."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .multi_process import QUICK, TOY
-from .test_architecture import PACKAGE, SATELLITES, imports, tree
+from .test_architecture import PACKAGE, SATELLITES, tree
 
 ROOT = PACKAGE.parents[1]
 TESTS = ROOT / "tests"
@@ -39,9 +40,20 @@ def helpers(path: Path) -> set[Path]:
     return {path for path in found if path.is_file()}
 
 
+def absolute(path: Path) -> set[str]:
+    """Dotted names of what a test imports of the package."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def needs(path: Path, seen: frozenset[Path] = frozenset()) -> set[str]:
     """The satellites that a test imports, or what it imports of tests/."""
-    own = {name.split(".")[1] for name in imports(path) if name.startswith("jspeed.")}
+    own = {name.split(".")[1] for name in absolute(path) if name.startswith("jspeed.")}
     inner = helpers(path) - seen
     seen |= inner | {path}
     return (own & SATELLITES.keys()).union(*(needs(each, seen) for each in inner))
