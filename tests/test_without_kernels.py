@@ -52,14 +52,14 @@ def test_recipes_are_traced_and_a_run_trains(blocked, tmp_path):
 
 @pytest.fixture
 def without_triton(monkeypatch):
-    """As if no file of kernels had been imported yet."""
-    for name in list(sys.modules):
-        if name.startswith("jspeed.kernels."):
-            monkeypatch.delitem(sys.modules, name)
+    """As if neither it nor the folder of kernels had been imported yet."""
+    for name in [name for name in sys.modules if f"{name}.".startswith("jspeed.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("jspeed.kernels", *TRITON):
+        parent, _, child = name.rpartition(".")
+        monkeypatch.delattr(sys.modules.get(parent), child, raising=False)
     for name in TRITON:
         monkeypatch.setitem(sys.modules, name, None)
-        parent, _, child = name.rpartition(".")
-        monkeypatch.delattr(sys.modules[parent], child, raising=False)
 
 
 def test_a_device_says_in_a_line_what_it_lacks_of_kernels(without_triton):
