@@ -154,7 +154,7 @@ def test_ctrl_c_is_ignored_where_a_shell_says_so(tmp_path):
 
 LOGGED = """
 import os, sys
-from jspeed import standard_streams
+from jspeed.base import standard_streams
 
 standard_streams.harden_streams()
 with standard_streams.without_logs():
@@ -191,7 +191,7 @@ def test_logs_of_libraries_are_hidden_for_as_long_as_nothing_fails(tmp_path, las
 
 def test_logs_without_standard_error(tmp_path):
     lines = (
-        "from jspeed import standard_streams as streams\nstreams.harden_streams()\nwith"
+        "from jspeed.base import standard_streams as streams\nstreams.harden_streams()\nwith"
         " streams.without_logs(): 1\n"
     )
     (tmp_path / "script.py").write_text(lines)

@@ -169,9 +169,7 @@ def test_a_track_says_where_the_second_range_begins(
     text = (remarks.RECORDS / "stdlib/cpu/track.toml").read_text().split("\n# What")[0]
     home = tmp_path / "stdlib" / "cpu"
     home.mkdir(parents=True)
-    (home / "track.toml").write_text(
-        text.replace("[hardware]", "[holdout]\nfirst = 1280\n\n[hardware]")
-    )
+    (home / "track.toml").write_text(text.replace("[holdout]\n", "[holdout]\nfirst = 1280\n"))
     monkeypatch.setattr(remarks, "RECORDS", tmp_path)
     assert hooks.second_range(recipe) == 1280
     monkeypatch.setattr(remarks, "RECORDS", tmp_path / "of an installed package")

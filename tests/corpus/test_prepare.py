@@ -468,7 +468,7 @@ def test_text_of_any_type_of_parquet(tmp_path, kind):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"txt": [["a"]]}, 'lacks the column "text"; its columns are txt'),
+        ({"txt": [["a"]]}, 'lacks the column "text"; it has .txt.: name the text'),
         ({"text": [[1]]}, r'column "text" of .* holds int64; expected strings'),
         ({"text": [[["a"]]]}, r'column "text" of .* holds list<'),
         ({"text": [[{"text": "a"}]]}, r'column "text" of .* holds struct<text: string>'),

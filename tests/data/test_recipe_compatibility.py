@@ -10,6 +10,7 @@ from jspeed.base.files import sha256_of
 from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
 from jspeed.run import setup
+from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -95,7 +96,7 @@ def test_a_manifest_that_does_not(folder, changes, message):
 )
 def test_a_recipe_without_a_vocabulary_to_change(folder, tmp_path, changes, message):
     (tmp_path / "fixed.py").write_text(
-        setup.find("stdlib").source.replace("VOCAB = 272", "VOCAB = 16 * 17")
+        find("stdlib").source.replace("VOCAB = 272", "VOCAB = 16 * 17")
     )
     describe(folder, **changes)
     assert message in outcome(folder, tmp_path / "fixed.py")
@@ -123,7 +124,7 @@ def test_ids_that_the_recipe_has_no_room_for(folder, split):
 
 
 def test_lanes_that_start_at_documents_need_separators(folder, tmp_path):
-    source = (setup.find("stdlib").path).read_text()
+    source = (find("stdlib").path).read_text()
     recipe = tmp_path / "aligned.py"
     recipe.write_text(
         source.replace("bos_id=256, shuffle_block=LANE_LEN", 'bos_id=256, align="bos"')

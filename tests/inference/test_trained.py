@@ -315,13 +315,13 @@ def test_only_what_computes_a_gpt2_is_exported_as_one(tmp_path):
         run = tmp_path / name
         run.mkdir()
         write_export(run, found)
-        export(run, tmp_path / f"{name}-out", **more)
+        export(run, tmp_path / f"{name}-out", trust=True, **more)
         assert (tmp_path / f"{name}-out" / "recipe.py").exists() == bool(more)
     with pytest.raises(
         BadInput,
         match="recipe mine has GPT-2's parameters but computes something else .* give --own",
     ):
-        export(tmp_path / "mine", tmp_path / "out")
+        export(tmp_path / "mine", tmp_path / "out", trust=True)
     assert not (tmp_path / "out").exists()
 
 
