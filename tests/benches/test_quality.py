@@ -24,8 +24,8 @@ def test_recipes_at_small_size_keep_their_schedule(name):
     full, small = (find(name, sets, trace=False).recipe for sets in ((), settings(name, 4.0)))
     assert small.steps == pytest.approx(full.steps / 4, abs=4)
     assert tokens_after(name, settings(name, 4.0))[-1] == small.tokens
-    own = find(name, settings(f"{name}:EVAL_CHUNK=8", 4.0), trace=False)
-    assert own.fields["EVAL_CHUNK"] == 8
+    own = find(name, settings(f"{name}:EVAL_LEN=64", 4.0), trace=False)
+    assert own.fields["EVAL_LEN"] == 64
 
 
 def test_a_text_does_not_validate_what_it_trains(tmp_path, gpt2_vocabulary):

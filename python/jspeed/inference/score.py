@@ -29,10 +29,10 @@ from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.step import weigh
 from jspeed.run.setup import open_stream
 
+COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 HELLASWAG = Download(  # of that commit, as evaluations on it publish
     "hellaswag_val.jsonl",
-    "https://raw.githubusercontent.com/rowanz"
-    "/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl",
+    f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl",
     "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
 )
 ROWS = 32  # sequences that are scored at once
