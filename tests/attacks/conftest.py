@@ -1,5 +1,8 @@
 """Attacks run on one device, which then sees several rows at once; they share an honest run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import jax
 import pytest
 
@@ -10,18 +13,26 @@ from ..multi_process import shards
 from .attack import attack
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_device():
+@contextmanager
+def on_one_device() -> Iterator[None]:
+    """Let runs see the first device alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "make_mesh", lambda: make_mesh({"data": 1}, jax.devices()[:1]))
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(autouse=True)
+def one_device():
+    with on_one_device():
+        yield
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory):
     return shards(tmp_path_factory.mktemp("attacks") / "shards")
 
 
-@pytest.fixture(scope="package")
-def honest(one_device, data, tmp_path_factory):
-    return attack(tmp_path_factory.mktemp("honest"), data, {})
+@pytest.fixture(scope="session")
+def honest(data, tmp_path_factory):
+    with on_one_device():
+        return attack(tmp_path_factory.mktemp("honest"), data, {})

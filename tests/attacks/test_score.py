@@ -34,7 +34,6 @@ def test_the_honest_parent_passes(honest):
 
 QUICK = (
     "in an evaluation alone",
-    "where it expects the next token anyway",
     "by the mean of all rows",
 )
 

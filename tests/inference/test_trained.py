@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
     with pytest.raises(
         BadInput,
-        match="checkpoints/8 is damaged .*sha256.json is missing.*; give another checkpoint",
+        match=r"checkpoints/8 is damaged \(sha256.json: it is missing\); give another checkpoint",
     ):
         load_model(tmp_path / "run" / "checkpoints" / "8")
 

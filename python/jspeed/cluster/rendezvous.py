@@ -30,6 +30,7 @@ from jspeed.errors import BadInput, say
 _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
 TOKEN = "JSPEED_RENDEZVOUS_TOKEN"  # what the processes of a run know and nobody else
+SAY_AFTER = 10.0  # seconds of waiting without a word: processes do not start at the same moment
 PATIENCE = 5.0  # seconds that a client has for its whole message
 STRANGERS = 64  # clients heard at a time besides the processes of the run
 
@@ -243,7 +244,8 @@ def _accept(peer: socket.socket, hello: dict[str, Any], peers: Peers, count: int
 
 def _register(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, Peers]:
     status, said = "no connection", None
-    until = time.monotonic() + seconds + 2  # process 0 times out first and knows who is missing
+    began = time.monotonic()
+    until = began + seconds + 2  # process 0 times out first and knows who is missing
     while (left := until - time.monotonic()) > 0:
         with ExitStack() as failed:
             try:
@@ -263,7 +265,8 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
             except OSError as error:
                 if not isinstance(error, TimeoutError):
                     status = error.strerror or str(error)
-                if said is None or (said != status and isinstance(error, socket.gaierror)):
+                silent = said is None and time.monotonic() - began > SAY_AFTER
+                if silent or (said != status and isinstance(error, socket.gaierror)):
                     said = status
                     say(f"waiting for process 0 at {host}:{port} ({said}), at most {seconds:g} s")
         time.sleep(0.2)
