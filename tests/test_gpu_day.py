@@ -222,9 +222,20 @@ ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
   ROOT %copy.2 = bf16[16,16]{1,0} copy(%gemm.1)
 }
 """
-    assert by_family({"gemm.1": 3.0, "%copy.2": 1.0, "": 0.5}, [text]) == {
+    in_graph = {
+        "copy_2": 1.0,
+        "nvjet_sm90_qrtst_128x160_128x5_2x1_v_ssched_bz_coopA_algo2_TNT": 2.0,
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128": 4.0,
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128": 8.0,
+        "anything": 0.5,
+    }
+    seen = {"gemm.1": {"nvjet_sm90_tst": 3.0}, "%copy.2": {"copy_2": 1.0}, "": in_graph}
+    assert by_family(seen, [text]) == {
         "matmul": 3.0,
-        "other": 1.0,
+        "other": 2.0,
+        "fp8_matmul": 2.0,
+        "attention_backward": 4.0,
+        "attention_forward": 8.0,
         "unknown": 0.5,
     }
     assert summary([kernels(text)] * 2) == [

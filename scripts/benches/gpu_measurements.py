@@ -6,6 +6,7 @@ With GPU_DAY=toy recipes have toy size, for a CPU.
 import dataclasses
 import fcntl
 import os
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -295,13 +296,34 @@ def summary(programs: Iterable[Iterable[Kernel]]) -> list[list[Any]]:
     return [[*what, count / len(listed)] for what, count in runs.items()]
 
 
-def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, float]:
-    """Milliseconds of a step by family of kernels, from those by HLO instruction; what belongs to
-    none is unknown."""
-    families = {kernel.instruction.name: kernel.kind for text in texts for kernel in kernels(text)}
+# The family of kernels of libraries by a part of their names, the first that fits: cuBLAS's kernels
+# for Hopper begin with the dtypes of their operands, q e4m3 and r e5m2.
+LIBRARIES = {
+    r"sdpa\w*bprop|sdpa_bwd": "attention_backward",
+    "sdpa": "attention_forward",
+    "nvjet_sm90_[qr]|e4m3|e5m2": "fp8_matmul",
+    "nvjet|cutlass|gemm": "matmul",
+    "mosaic": "other",  # Pallas, of the names that it gives to no kernel of a recipe
+}
+
+
+def by_family(operations: Mapping[str, Mapping[str, float]], texts: list[str]) -> dict[str, float]:
+    """Milliseconds of a step by family of kernels, from those by HLO instruction and kernel.
+
+    XLA names a fusion's kernel after its instruction, with _ for each dot, so that a CUDA graph's
+    are known by their own name, as are custom kernels. What is neither nor a library's is unknown.
+    """
+    families: dict[str, str] = {
+        kernel.instruction.name: kernel.kind for text in texts for kernel in kernels(text)
+    }
+    families |= {name.replace(".", "_"): kind for name, kind in families.items()}
     found: defaultdict[str, float] = defaultdict(float)
-    for name, spent in operations.items():
-        found[families.get(name.lstrip("%"), "unknown")] += spent / len(texts)
+    for operation, its in operations.items():
+        for name, spent in its.items():
+            by_name = (kind for part, kind in LIBRARIES.items() if re.search(part, name))
+            known = families.get(operation.lstrip("%")) or families.get(name)
+            unnamed = "other" if any(f'"{name}"' in text for text in texts) else "unknown"
+            found[known or next(by_name, unnamed)] += spent / len(texts)
     return found
 
 

@@ -29,7 +29,8 @@ class Profile:
     """The longest kernels of one device. ``kernel_ms`` sums all of them; ``busy_ms`` counts
     overlaps once.
 
-    ``by_operation`` has milliseconds by HLO instruction; "" is what belongs to none.
+    ``by_operation`` has milliseconds by HLO instruction and, of each, by kernel. A CUDA graph hides
+    instructions: its kernels belong to "", or to the graph's own.
     """
 
     device: str
@@ -37,7 +38,7 @@ class Profile:
     distinct: int
     kernel_ms: float
     busy_ms: float
-    by_operation: dict[str, float]
+    by_operation: dict[str, dict[str, float]]
 
 
 def profile(call: Callable[[], object]) -> Profile | str:
@@ -76,14 +77,15 @@ def read(data: ProfileData) -> Profile | str:
         )
     calls: defaultdict[str, int] = defaultdict(int)
     spent: defaultdict[str, float] = defaultdict(float)
-    by_operation: defaultdict[str, float] = defaultdict(float)
+    by_operation: dict[str, dict[str, float]] = {}
     # JAX 0.12 on Python 3.13: its type of stats has no module; as an error it aborts
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for event in events:
             calls[event.name] += 1
             spent[event.name] += event.duration_ns / 1e6
-            by_operation[str(dict(event.stats).get("hlo_op", ""))] += event.duration_ns / 1e6
+            operation = by_operation.setdefault(str(dict(event.stats).get("hlo_op", "")), {})
+            operation[event.name] = operation.get(event.name, 0.0) + event.duration_ns / 1e6
     total = sum(spent.values())
     longest = sorted(spent, key=lambda name: -spent[name])[:TOP]
     rows = [

@@ -203,7 +203,8 @@ def run(
     """Run steps and return (the last state, what was measured).
 
     Where a recipe's steps take turns, all of a period are run and profiled together, and their time
-    is divided by their number.
+    is divided by their number. Not for long: hundreds of steps on one batch leave a loss of 0, from
+    which a recipe's full learning rates lead anywhere, NaN included.
     """
     rows = batch_rows(setting.mesh)
     loader = None
@@ -221,6 +222,7 @@ def run(
             else resident
         )
 
+    periods = -(-setting.steps // len(steps))
     seen: list[jax.Array] = []  # losses; read after the timing, but for those of steps in a row
 
     def one() -> None:
@@ -234,12 +236,12 @@ def run(
     with loader or nullcontext():
         for _ in range(2):
             one()
-        for _ in range(setting.steps):
+        for _ in range(periods):
             began = now()
             one()
             alone.append((now() - began) / len(steps))
         began = now()
-        for step in [*steps] * setting.steps:
+        for step in [*steps] * periods:
             asked = now()
             batch = next(feed)
             waits += now() - asked
@@ -247,10 +249,10 @@ def run(
             jax.device_get(seen[-1])  # as the training loop: one number a step, one step late
             seen.append(metrics["loss"])
         jax.block_until_ready(state)
-        in_a_row = (now() - began) / (len(steps) * setting.steps)
+        in_a_row = (now() - began) / (len(steps) * periods)
         kernels = profile(one)
     losses = [float(loss) for loss in jax.device_get(seen)]
-    waited = waits / (len(steps) * setting.steps)
+    waited = waits / (len(steps) * periods)
     return state, Timing(alone, in_a_row, waited, losses, kernels)
 
 

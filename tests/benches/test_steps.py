@@ -158,7 +158,7 @@ def test_kernels_of_a_gpu_are_added_up():
         10.0,
         8.0,
     )
-    assert profile.by_operation == {"gemm.1": 6.0, "": 4.0}
+    assert profile.by_operation == {"gemm.1": {"a": 6.0}, "": {"b": 1.0, "c": 3.0}}
     assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
 
 
