@@ -131,6 +131,7 @@ NAMES = {
         "Audit",
         "MOST_NUMBERS",
         "NAME",
+        "SAME",
         "audit_name",
         "file_of",
         "parse_audit",

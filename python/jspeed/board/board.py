@@ -55,6 +55,18 @@ class RunLine(TypedDict):
     plan: str | None  # start of the hash of its plan.json
     weights: Weights | None  # where the parameters that it ended with are kept
     machine: str | None
+    carried: bool  # it says what its programs carried: its trainer computed the score
+    audited: bool  # its parameters were scored again
+
+
+Level = Literal["reported", "audited", "reproduced"]
+
+
+class Others(TypedDict):
+    """Machines other than an entry's own on which its recipe ran again later."""
+
+    agree: int  # whose losses, and seconds where they are ranked, are the entry's
+    differ: int
 
 
 class EntryData(TypedDict):
@@ -140,6 +152,8 @@ class Judged(Facts):
     tests: Tests
     more_runs: int | None  # that would make the test significant
     valid: bool
+    level: Level  # how far its numbers were checked
+    others: Others
 
 
 class Entry(Judged):

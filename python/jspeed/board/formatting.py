@@ -36,6 +36,21 @@ def holdout(entry: Entry) -> str | None:
     )
 
 
+def trust(entry: Entry) -> str:
+    """Return how far the numbers of an entry were checked, as a phrase."""
+    ended = [run for run in entry["runs"] if run["val_loss"] is not None]
+    audited, others = sum(run["audited"] for run in ended), entry["others"]
+    says = [f"{entry['level']}: the files of its runs agree with each other"]
+    if not all(run["carried"] for run in ended):
+        says.append("the recipe computed its own score, as before the trainer did")
+    elif audited:
+        says.append(f"the parameters of {audited} of {len(ended)} runs were scored again")
+    for count, what in ((others["agree"], "agree"), (others["differ"], "do not agree")):
+        if count:
+            says.append(f"runs on {count} other machine{'s' if count > 1 else ''} {what}")
+    return "; ".join(says)
+
+
 def with_prefix(count: float) -> str:
     """Return ``count`` with three figures and an SI prefix: 13.1M."""
     return si(count, 3, zeros=True)

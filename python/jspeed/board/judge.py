@@ -35,7 +35,7 @@ from jspeed.board.records.landing import landed
 from jspeed.board.records.same_data import DataSet, data_of_track, data_sets
 from jspeed.board.records.store import Records, Row
 from jspeed.board.records.track import Track, track_without_rules
-from jspeed.board.records.trust import FEWEST_RUNS, unfair
+from jspeed.board.records.trust import FEWEST_RUNS, level_of, on_other_machines, unfair
 from jspeed.record.schema import Run, shards_of
 
 
@@ -262,6 +262,8 @@ def run_line(records: Records, row: Row) -> RunLine:
         run["machine"],
         "weights": next((kept for kept in records.weights.values() if kept["run"] ==
         run["sha256"]), None),
+        "carried": "carried" in run,
+        "audited": any(audit["run"] == run["sha256"] for audit in records.audits.values()),
     }  # fmt: skip
 
 
@@ -335,7 +337,12 @@ def judge(facts: Facts, track: Track, sigma: float | None) -> Judged:
             if loss and sd:
                 more = stats.more_runs(loss["mean"], sd, loss["n"], target, p, kind == "z")
             why_not = [*why_not, insignificance(facts, decisive and decisive["p"], more, target)]
-    return {**facts, "why_not": why_not, "tests": tests, "more_runs": more, "valid": not why_not}
+    timed = track.rules["rank"] != "steps"
+    others = on_other_machines(facts["runs"], facts["again"], sigma, timed)
+    return {
+        **facts, "why_not": why_not, "tests": tests, "more_runs": more, "valid": not why_not,
+        "level": level_of(facts["runs"], others), "others": others,
+    }  # fmt: skip
 
 
 def reasons(

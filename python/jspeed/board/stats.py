@@ -15,6 +15,7 @@ from scipy.special import ndtr, ndtri, stdtr, stdtrit
 from jspeed.board.records.preregistration import MOST_RUNS
 
 CONFIDENCE = 0.95  # of every interval
+AGAIN = 0.001  # two-sided: below it, runs of a recipe that was run again have other losses
 
 
 class Test(NamedTuple):
@@ -109,6 +110,12 @@ def better_than(
     gain = fmean(parent) - fmean(child) + price * steps_saved
     z = _statistic(gain, sigma * math.sqrt(1 / len(child) + 1 / len(parent)))
     return Test(z, float(ndtr(-z)))
+
+
+def differ(a: Sequence[float], b: Sequence[float], sigma: float) -> float:
+    """Return the two-sided p of the difference between the mean losses of ``a`` and ``b``."""
+    one_sided = better_than(a, b, sigma).p
+    return 2 * min(one_sided, 1 - one_sided)
 
 
 def price_per_step(lengths: Mapping[int, Sequence[float]]) -> float | None:

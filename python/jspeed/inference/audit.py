@@ -18,7 +18,7 @@ from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import put
 from jspeed.record import provenance
-from jspeed.record.audits import MOST_NUMBERS, Audit
+from jspeed.record.audits import MOST_NUMBERS, SAME, Audit
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run import evaluate
@@ -34,9 +34,6 @@ from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.export import FILE, read_parameters
 from jspeed.run.options import Options
 from jspeed.run.setup import Setup, load_recipe_and_placement, open_data
-
-SAME = 2e-3
-"""Nats: two kinds of devices round the mean over a validation set in bf16 less differently."""
 
 
 class Finding(NamedTuple):

@@ -4,22 +4,27 @@
 ``jspeed audit``. *Reproduced*: somebody else ran it again. No level excludes a patched trainer.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
+from jspeed.board import stats
+from jspeed.board.board import Level, Others, RunLine, by_seed, losses, times
 from jspeed.board.records.landing import changed_since, commit_times, files_at
 from jspeed.board.records.store import Problem, Records, Row
 from jspeed.board.records.track import Track
 from jspeed.record.audits import MOST_NUMBERS
-from jspeed.record.schema import Run, Unsealed
-
-Level = Literal["reported", "audited", "reproduced"]
+from jspeed.record.schema import Unsealed
 
 FASTEST = {"gpu": 2e16, "tpu": 2e16, "cpu": 1e14}
 """FLOP/s that no device of today reaches: a B200 has 4.5e15 in FP8, 128 CPU cores some 1e13."""
 FEWEST_RUNS = 3  # that converged: two may agree by chance
+LONGEST = 1.25
+"""Times an entry's seconds that its reproduction may take: machines of one kind differ in clock
+rates and in what else they do."""
 
 
 def unfair(run: Unsealed, track: Track) -> Iterator[str]:
@@ -145,9 +150,49 @@ def append_only(records: Records, base: str) -> Iterator[Problem]:
         yield Problem(path, f"{path} was {what} since {base}; {remedy}")
 
 
-def level_of(run: Run, audited: bool, reproduced: bool) -> Level:
-    """Return the level of ``run``: runs from before ``carried`` were scored by their recipes and
-    stay *reported*, whatever else there is."""
-    if "carried" not in run:
+def level_of(runs: Sequence[RunLine], others: Others) -> Level:
+    """Return the level of an entry, which all of its ``runs`` that converged have.
+
+    Runs from before ``carried`` were scored by their recipes and stay *reported*.
+    """
+    ended = [run for run in runs if run["val_loss"] is not None]
+    if not ended or not all(run["carried"] for run in ended):
         return "reported"
-    return "reproduced" if reproduced else "audited" if audited else "reported"
+    if others["agree"]:
+        return "reproduced"
+    return "audited" if all(run["audited"] for run in ended) else "reported"
+
+
+def on_other_machines(
+    runs: Sequence[RunLine], again: Sequence[RunLine], sigma: float | None, timed: bool
+) -> Others:
+    """Return on how many other machines the runs ``again`` agree with ``runs``, of one recipe, data
+    and kind of devices.
+
+    Their losses agree as ``jspeed leaderboard reproduce`` says; where seconds are ranked
+    (``timed``), they took at most :data:`LONGEST` times as long.
+    """
+    found: Others = {"agree": 0, "differ": 0}
+    here = {run["machine"] for run in runs}
+    if not losses(runs) or None in here:
+        return found
+    by_machine: dict[str | None, list[RunLine]] = defaultdict(list)
+    for run in again:
+        if run["machine"] not in {None, *here} and run["carried"]:
+            by_machine[run["machine"]].append(run)
+    for theirs in by_machine.values():
+        same = bool(losses(theirs)) and same_losses(runs, theirs, sigma)
+        if same and timed:
+            same = fmean(times(theirs)) <= LONGEST * fmean(times(runs))
+        found["agree" if same else "differ"] += 1
+    return found
+
+
+def same_losses(runs: Sequence[RunLine], theirs: Sequence[RunLine], sigma: float | None) -> bool:
+    """Whether two series differ by no more than chance lets them; without ``sigma``, whether the
+    losses of seeds in common are equal."""
+    if sigma:
+        return stats.differ(losses(theirs), losses(runs), sigma) > stats.AGAIN
+    mine, others = by_seed(runs), by_seed(theirs)
+    common = mine.keys() & others.keys()
+    return bool(common) and all(mine[s]["val_loss"] == others[s]["val_loss"] for s in common)

@@ -17,6 +17,7 @@ from jspeed.board.records.store import Problem, Records, Row, plan_name, source_
 from jspeed.board.records.track import Index
 from jspeed.errors import BadInput
 from jspeed.fields import check_json, recipe_hash
+from jspeed.record.audits import MOST_NUMBERS, SAME
 
 
 def verify(records: Records, now: datetime) -> list[Problem]:
@@ -28,6 +29,7 @@ def verify(records: Records, now: datetime) -> list[Problem]:
         *holdouts(records),
         *data(records),
         *weights(records),
+        *audits(records, now),
         *trust.problems(records),
         *indexes(records),
     ]
@@ -210,6 +212,39 @@ def weights(records: Records) -> Iterator[Problem]:
     for path, kept in records.weights.items():
         if (path.parent, kept["run"]) not in beside:
             yield wrong(path, "run", "the sha256 of a run beside it", f"{kept['run'][:12]}...")
+
+
+def audits(records: Records, now: datetime) -> Iterator[Problem]:
+    """Every audit-HASH.json is beside the run that it names, found its loss again, and is of the
+    parameters that are kept for it."""
+    beside = {(row.path.parent, row.run["sha256"]): row.run for row in records.rows}
+    kept = {weights["run"]: weights["sha256"] for weights in records.weights.values()}
+    for path, audit in records.audits.items():
+        run = beside.get((path.parent, audit["run"]))
+        if run is None:
+            yield wrong(path, "run", "the sha256 of a run beside it", f"{audit['run'][:12]}...")
+            continue
+        second = run.get("holdout") or run.get("unread")
+        for name, found, recorded in (
+            ("val_loss", audit["val_loss"], run["val_loss"]),
+            ("second", audit["second"], second["val_loss"] if second else audit["second"]),
+        ):
+            if found is None or recorded is None:
+                agree = found is recorded
+            else:
+                agree = abs(found - recorded) <= SAME
+            if not agree:
+                yield wrong(path, name, f"{recorded} within {SAME:g}, as the run says", found)
+        if audit["causality"].get("passed") is not True:
+            yield wrong(path, "causality.passed", "true", audit["causality"].get("passed"))
+        if (most := MOST_NUMBERS["evaluation"]) < audit["numbers"].get("evaluation", 0):
+            yield wrong(path, "numbers.evaluation", f"at most {most}", audit["numbers"])
+        made, ended = map(datetime.fromisoformat, (audit["made"], run["ended"]))
+        if not ended <= made <= now:
+            yield wrong(path, "made", "a time between the run's end and now", audit["made"])
+        if audit["weights"] != kept.get(run["sha256"], audit["weights"]):
+            wanted = f"{kept[run['sha256']][:12]}..., that of the parameters kept for the run"
+            yield wrong(path, "weights", wanted, f"{audit['weights'][:12]}...")
 
 
 def indexes(records: Records) -> Iterator[Problem]:

@@ -20,7 +20,6 @@ from jspeed.errors import BadInput
 from jspeed.record.schema import Run
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
-P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 
 def reproduce(
@@ -107,9 +106,8 @@ def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[
             "the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree"
         )
         return equal == len(made), lines
-    one_sided = stats.better_than(repeated, recorded_losses, sigma).p
-    p = 2 * min(one_sided, 1 - one_sided)
-    agrees = p > P and len(repeated) == len(made)
+    p = stats.differ(repeated, recorded_losses, sigma)
+    agrees = p > stats.AGAIN and len(repeated) == len(made)
     verdict = "they agree" if agrees else "they do not agree"
     lines.append(
         f"{verdict}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss"

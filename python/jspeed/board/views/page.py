@@ -20,6 +20,7 @@ from jspeed.board.compare import change_lines, changes
 from jspeed.board.history import NAMES, read_histories
 from jspeed.board.judge import board
 from jspeed.board.records.store import Records
+from jspeed.board.records.trust import LONGEST
 from jspeed.board.views import charts
 from jspeed.board.views.readme import refreshed
 from jspeed.errors import BadInput, writable_folder
@@ -125,6 +126,7 @@ def html(
             charts=charts,
             count="{:,}".format,
             shown=SHOWN,
+            longest=LONGEST,
         )
     )
 

@@ -17,7 +17,10 @@ END = "<!-- /leaderboard -->"
 def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
     """Return the block as Markdown, a line for each track that has rules; what is text in it stays
     text."""
-    lines = ["| track | best | recipe | mean loss | n | date |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| track | best | recipe | mean loss | n | checked | date |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for track in tracks:
         if not track["ruled"]:
             continue
@@ -32,9 +35,9 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
                 if track["rank"] == "steps"
                 else f"{seconds} on {devices}"
             )
-            cells = [value, plain(entry["recipe"]), *loss, entry["date"]]
+            cells = [value, plain(entry["recipe"]), *loss, entry["level"], entry["date"]]
         else:
-            cells = ["none yet", "", "", "", ""]
+            cells = ["none yet", "", "", "", "", ""]
         lines.append(f"| {' | '.join([name, *cells])} |")
         if history := histories.get(track.get("history") or ""):
             last = history[-1]
@@ -43,7 +46,7 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
                 f"record {last['record']}",
                 formatting.loss(last["loss"]),
             ]
-            cells += [str(last["n"] or formatting.NONE), last["date"]]
+            cells += [str(last["n"] or formatting.NONE), "", last["date"]]
             lines.append(
                 f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |"
             )

@@ -137,6 +137,7 @@ def notes(entry: Entry) -> list[str]:
         f" {formatting.commit(entry['git'])}"
     )
     lines = [f"{formatting.devices(entry['devices'])}, {facts}"]
+    lines.append(formatting.trust(entry))
     if second := formatting.holdout(entry):
         lines.append(second)
     if kept := [
