@@ -1,5 +1,6 @@
 """Attacks run on one device, which then sees several rows at once; they share an honest run."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,14 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def honest(data, tmp_path_factory):
-    with on_one_device():
-        return attack(tmp_path_factory.mktemp("honest"), data, {})
+def honest_folder(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("honest")
+    with on_one_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JSPEED_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        attack(folder, data, {})
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def honest(honest_folder):
+    return json.loads((honest_folder / "run.json").read_text())
