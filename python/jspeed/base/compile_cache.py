@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jspeed.base import processes
 from jspeed.base.files import cache_folder
@@ -28,7 +29,9 @@ def use_compile_cache(planned: bool = False) -> None:
     entry that cannot be read, or not be written whole, is removed, with those of the programs of
     its name, and one line says so; JAX then compiles and writes new ones.
     """
-    jax.config.update("jax_enable_compilation_cache", not planned)
+    if planned:
+        use_no_compile_cache()
+        return
     least = 0.5  # seconds of compiling that are worth a file
     try:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -64,6 +67,12 @@ def use_compile_cache(planned: bool = False) -> None:
         say(f"the compiled program '{name}' in {folder()} {ending} ({why.splitlines()[0][:100]})")
 
     warnings.showwarning = replace_damaged_entry
+
+
+def use_no_compile_cache() -> None:
+    """Compile every program from now on, whatever was compiled before and lies in the cache."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # which asks for the setting once in a process
 
 
 def folder() -> Path:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jspeed.base.compile_cache import use_no_compile_cache
 from jspeed.base.files import read_input, sha256_of
 from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
@@ -103,7 +104,7 @@ def files_of(run: Path) -> tuple[Path, Path]:
 def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Setup, Any]:
     """Return a run that will not be made, with its evaluation compiled here, and its last
     parameters."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    use_no_compile_cache()
     given = run["overrides"].items()
     sets = tuple(f"{name}={value!r}" for name, value in given if name.isupper())
     seed, target = run["seed"], run["target_loss"]
