@@ -76,7 +76,13 @@ def test_a_recipe_that_looks_ahead_has_a_table_and_calls_the_host(forged, data):
     found = wrong(forged(edits), data)
     # the second text is scored by the same program
     assert found >= {"validation loss", "causality", "constants", "calls to the host"}
-    assert found <= {"validation loss", "causality", "constants", "calls to the host", "second text"}
+    assert found <= {
+        "validation loss",
+        "causality",
+        "constants",
+        "calls to the host",
+        "second text",
+    }
 
 
 def test_parameters_of_another_run(forged, data, tmp_path):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jspeed.base.compile_cache import folder, use_compile_cache
+from jspeed.base.jax_versions import ask_again_for_compile_cache
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     for name, value in zip(names, (True, str(tmp_path / "xla"), 0), strict=True):
         jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    ask_again_for_compile_cache()
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    ask_again_for_compile_cache()
     jax.clear_caches()
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from jspeed.base import processes
 from jspeed.base.files import cache_folder
+from jspeed.base.jax_versions import ask_again_for_compile_cache
 from jspeed.errors import BadInput, say, writable_folder
 
 # What JAX warns of and then leaves as it is: it would find the same entry damaged in every run.
@@ -72,7 +72,7 @@ def use_compile_cache(planned: bool = False) -> None:
 def use_no_compile_cache() -> None:
     """Compile every program from now on, whatever was compiled before and lies in the cache."""
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # which asks for the setting once in a process
+    ask_again_for_compile_cache()
 
 
 def folder() -> Path:

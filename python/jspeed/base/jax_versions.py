@@ -118,6 +118,11 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
+def ask_again_for_compile_cache() -> None:
+    """Let JAX heed ``jax_enable_compilation_cache`` again, which it asks for once in a process."""
+    importlib.import_module("jax.experimental.compilation_cache.compilation_cache").reset_cache()
+
+
 @cache
 def xla_flags_fault(flags: str) -> str | None:
     """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes

@@ -244,6 +244,8 @@ class Unsealed(TypedDict):
     gpus: Gpus | None
     container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
+    # seconds by which the machine's clock was set during the run, or it slept; absent: none
+    clock_stepped: NotRequired[float]
     holdout: NotRequired[Holdout]  # where the track asks for one and the shards hold it
     code: NotRequired[Code]  # older runs have none
     unread: NotRequired[Unread]  # where the run left enough of its training text unread

@@ -9,13 +9,15 @@ takes no resumed run. Before a pause, and before the clock stops after the last 
 until the training state is ready, so that no queued step escapes; in a canonical recipe it also
 waits for the table of impossible tokens, which a thread makes from the first dispatched step on.
 The final evaluation and the probes come after the stop. The ledger lists every section in order
-with its name, its seconds and whether it was timed; its entries add up to the wall time.
+with its name, its seconds and whether it was timed; its entries add up to the wall time. All of it
+is read from a clock that nobody sets: where the machine's own was set, or it slept, the record says
+so (``clock_stepped``).
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import jax
@@ -33,6 +35,17 @@ def now() -> float:
 def utc_now() -> str:
     """The current time in UTC, ISO 8601 to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def after(moment: str, seconds: float) -> str:
+    """Return the time ``seconds`` after a ``moment`` of :func:`utc_now`, as that writes it."""
+    later = datetime.fromisoformat(moment) + timedelta(seconds=seconds)
+    return later.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def between(earlier: str, later: str) -> float:
+    """Return the seconds from one time of :func:`utc_now` to another."""
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
 class Clock:

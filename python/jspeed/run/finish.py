@@ -14,16 +14,17 @@ from jspeed.base import processes
 from jspeed.base.beside import Knowing
 from jspeed.base.files import as_text
 from jspeed.data.tokens import TOKENIZER_FILE, unit_of
-from jspeed.errors import BadInput, writable_folder
+from jspeed.errors import BadInput, say, writable_folder
 from jspeed.fields import as_json
 from jspeed.recipe import Stage
 from jspeed.record import provenance
+from jspeed.record.consistent import SLACK
 from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Holdout, Probe, Unread, Unsealed, count_parameters
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export
-from jspeed.run.clock import utc_now
+from jspeed.run.clock import after, between, now, utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
 from jspeed.run.evidence import probes
@@ -70,7 +71,7 @@ def finish(
         failed.append("the shards can no longer be read, so run.json has no data hashes")
     unit = unit_of(setup.data.manifest)
     # most important first
-    writes: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]
+    writes: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run), history.catch_up]
     if tensors:
         about_model = export.run_metadata(setup.loaded, history.steps)
         writes.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about_model))
@@ -159,7 +160,10 @@ def record(
         origin = provenance.collect(setup.at_start)
         table = parameter_table(recipe)
     # at one moment, however busy the machine is
-    ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()
+    ledger, wall = clock.ledger, clock.wall_seconds
+    started = setup.directory.started
+    ended = after(started, now() - setup.directory.opened)
+    stepped = between(ended, utc_now())
     val_loss, reached = outcome(setup, history, verdicts)
     total, active = count_parameters(table)
     run: Unsealed = {
@@ -180,7 +184,7 @@ def record(
         "timed_seconds": clock.timed_seconds,
         "compile_seconds": clock.seconds("compile"),
         "wall_seconds": wall,
-        "started": setup.directory.started,
+        "started": started,
         "ended": ended,
         "asked_steps": setup.options.steps,
         "steps": history.steps,
@@ -212,6 +216,10 @@ def record(
     }
     if isinstance(setup.data.loader, Knowing):
         run = cast(Unsealed, {**run, recipe.beside.name: setup.data.loader.section()})
+    if abs(stepped) > SLACK:
+        run["clock_stepped"] = stepped
+        how = "was set or it slept" if stepped > 0 else "was set back"
+        say(f"note: during the run the machine's clock {how}: {stepped:+.0f} s; run.json says so")
     if holdout and val_loss is not None:
         run["holdout"] = holdout
     if unread and val_loss is not None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jspeed.base.files import Lines
+from jspeed.errors import NoRoom, say
 from jspeed.record.schema import Status, Validation
 from jspeed.run.checkpoint import Checkpoint, MetricsLine
 from jspeed.run.clock import Clock
@@ -144,6 +145,8 @@ class History:
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     unread: jax.Array | None = None
+    written: int = 0  # lines that metrics.jsonl has
+    behind: bool = False  # whether one did not fit
     stream: str | None = BEGIN
 
     @property
@@ -237,14 +240,27 @@ class History:
 
     def _write(self, line: MetricsLine) -> None:
         self.lines.append(line)
-        if self.metrics:
-            self.metrics.write(json.dumps(line))
+        try:
+            self.catch_up()
+        except NoRoom as error:
+            if not self.steps:
+                raise
+            if not self.behind:
+                say(f"note: {error}; the run goes on, and writes its lines when there is room")
+            self.behind = True
         for sink in [*self.sinks]:
             try:
                 sink(line)
             except Exception as error:  # whatever a library raises: the run does not need it
                 self.sinks.remove(sink)
                 self.failed.append(f"--log stopped at step {line['step']} ({reason(error)})")
+
+    def catch_up(self) -> None:
+        """Write the lines that are not in ``metrics.jsonl`` yet. Raises :class:`NoRoom` where one
+        does not fit."""
+        while self.metrics and self.written < len(self.lines):
+            self.metrics.write(json.dumps(self.lines[self.written]))
+            self.written += 1
 
     def record(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
         """What a checkpoint keeps of this, with the state of the ``loader`` and the run's

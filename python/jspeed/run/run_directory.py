@@ -24,7 +24,7 @@ from jspeed.run.checkpoint import (
     remove_unfinished,
     set_aside,
 )
-from jspeed.run.clock import utc_now
+from jspeed.run.clock import now, utc_now
 from jspeed.run.export import FILE
 from jspeed.run.metrics_log import SINKS
 from jspeed.run.options import Options
@@ -50,6 +50,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, started: str, metrics: Lines | None) -> None:
         self.path, self.started, self.metrics = path, started, metrics
+        self.opened = now()
         self._fresh = not existing_files(path)
         self._before = {name for name in (BEST, "profile", *SINKS) if (path / name).exists()}
 

@@ -22,7 +22,7 @@ from jspeed.base import processes
 from jspeed.base.beside import Knowing
 from jspeed.base.processes import Stop
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
-from jspeed.errors import BadInput, Terminated, first_line
+from jspeed.errors import BadInput, Terminated, first_line, say
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.checkpoint import Checkpoints
@@ -217,18 +217,30 @@ def reached(setup: Setup, history: History) -> bool:
 
 
 def save(
-    setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause
+    setup: Setup,
+    history: History,
+    state: State,
+    checkpoints: Checkpoints,
+    pause: Pause,
+    last: bool = False,
 ) -> None:
     """Save a checkpoint, off the clock, where all processes see the folder and none is there of
     this step.
 
-    A state that has diverged is not saved: a good one would make room for it."""
+    A state that has diverged is not saved: a good one would make room for it. A full disk ends no
+    healthy run: it tries again next time. The last time raises :class:`BadInput`, and so do several
+    processes, which would wait for each other."""
     if history.steps > checkpoints.step and setup.directory.shared:
         history.read()
         if history.status != "diverged":
             with pause("checkpoint"):
                 record = history.record(setup.data.loader.state_dict(), setup.identity)
-                checkpoints.save(history.steps, state, record)
+                try:
+                    checkpoints.save(history.steps, state, record)
+                except BadInput as error:
+                    if last or processes.count() > 1:
+                        raise
+                    say(f"note: {error}; the run goes on")
 
 
 def save_last(
@@ -239,7 +251,7 @@ def save_last(
     wanted = setup.options.checkpoint_every or history.interrupted_by == 143
     try:
         if wanted and history.steps % setup.recipe.period == 0:
-            save(setup, history, state, checkpoints, pause)
+            save(setup, history, state, checkpoints, pause, last=True)
         checkpoints.wait()
     except BadInput as error:  # all steps are made: their record needs no checkpoint
         history.failed.append(str(error))

@@ -35,6 +35,9 @@ def unfair(run: Unsealed, track: Track) -> Iterator[str]:
     """
     if "init_from" in run["fields"]:
         yield "it began with parameters that were learned before its clock started"
+    if stepped := run.get("clock_stepped"):
+        if track.rules["rank"] != "steps":
+            yield f"its machine's clock was set, or it slept, during the run: {stepped:+.0f} s"
     yield from above_bound(run, track)
     found = run.get("carried")
     if found is None:
