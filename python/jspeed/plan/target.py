@@ -31,7 +31,7 @@ from jspeed.run.compute.device import USABLE
 MEMORY_FRACTION = 0.75
 TPU_MEMORY_FRACTION = 0.93  # a guess: the runtime keeps about a sixteenth
 TARGETS = Path(__file__).with_name("targets")
-MEASURED = TARGETS / "measured"  # a file a target, written by scripts/gpu_day.sh plan
+MEASURED = Path(__file__).with_name("measured") / "fractions"  # scripts/gpu_day.sh plan writes it
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 CUDA = ("cuda_nvcc", "cu13")  # folders of NVIDIA's wheels, for CUDA 12 and 13, with the assembler
 ASSEMBLER = """#!/bin/sh
