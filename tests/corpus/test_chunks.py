@@ -3,10 +3,13 @@
 import codecs
 import gzip
 import lzma
+import random
 import sys
+import tracemalloc
 
 import pytest
 
+from jspeed.corpus import chunks
 from jspeed.corpus.chunks import documents, pieces
 from jspeed.corpus.named_data_sets import some_text
 from jspeed.errors import BadInput
@@ -110,3 +113,30 @@ def test_places_count_the_mark(tmp_path):
 def test_a_mark_is_no_symbol_of_a_data_set_and_no_part_of_a_prompt(tmp_path):
     (tmp_path / "names.txt").write_bytes(codecs.BOM_UTF8 + b"emma")
     assert some_text(tmp_path / "names.txt") == "emma" == read_prompt(None, tmp_path / "names.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.zst"])
+def test_a_bomb_is_refused_before_it_is_held(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "LEAST_BOMB", 1 << 20)
+    path = tmp_path / name
+    path.write_bytes(COMPRESS[path.suffix[1:]](b"a" * (24 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadInput, match="more than 100 times as much"):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_lines_are_cut_as_readlines_cuts_them(tmp_path, monkeypatch):
+    """So that what an older version began is resumed piece for piece."""
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 100)
+    rng = random.Random(1)
+    lines = [b"x" * rng.choice((0, 1, 50, 98, 99, 100, 101, 300)) for _ in range(500)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found = [segment.content for segment in chunks.segments(path)]
+    with path.open("rb") as file:
+        wanted = list(iter(lambda: b"".join(file.readlines(100)), b""))
+    assert found == wanted

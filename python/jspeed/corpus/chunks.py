@@ -31,6 +31,8 @@ STRINGS = {f"{size}{kind}" for kind in ("string", "binary") for size in ("", "la
     "binary_view",
 }
 PIECE_BYTES = 4 << 20  # enough to be worth sending, little enough to hold
+MOST_RATIO = 100  # text is compressed to a tenth, and logs to a fiftieth; zeros to a thousandth
+LEAST_BOMB = 64 << 20  # bytes that are held whatever they were compressed to
 
 
 class Segment(NamedTuple):
@@ -90,11 +92,28 @@ def segments(
         if (head := file.peek()) and not head.strip(b"\0"):
             raise BadInput(f"{path} cannot be read ({what_instead(path)}); fetch it again")
         file.read(start)  # a byte order mark is no text
-        for segment in cut(path, file, start):
+        blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+        if file is not raw:
+            blocks = _no_bomb(path, blocks, raw)
+        for segment in cut(path, blocks, start):
             yield segment._replace(field=field)
             read(raw.tell() - done)
             done = raw.tell()
         read(os.fstat(raw.fileno()).st_size - done)
+
+
+def _no_bomb(path: Path, blocks: Iterable[bytes], raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield ``blocks``, which ``raw`` holds compressed. A line or text is held whole, so BadInput
+    ends what grows beyond all text: memory is bounded by the size of the file."""
+    size = 0
+    for block in blocks:
+        size += len(block)
+        if size > LEAST_BOMB and size > MOST_RATIO * raw.tell():
+            raise BadInput(
+                f"{path} holds more than {MOST_RATIO} times as much as its {raw.tell():,} bytes"
+                " that were read; that is no text: decompress it and look at it"
+            )
+        yield block
 
 
 def ending(name: str) -> str:
@@ -127,20 +146,30 @@ def documents(segment: Segment) -> Iterator[bytes]:
             yield document
 
 
-def _cut_lines(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
-    line = 1
-    while content := b"".join(file.readlines(PIECE_BYTES)):
-        yield Segment(path, content, line, offset)
-        line += content.count(b"\n")
-        offset += len(content)
+def _cut_lines(path: Path, blocks: Iterable[bytes], offset: int) -> Iterator[Segment]:
+    """Cut after the first line that ends beyond ``PIECE_BYTES``."""
+    buffer, line = bytearray(), 1
+    searched = PIECE_BYTES
+    for block in blocks:
+        buffer += block
+        while (end := buffer.find(b"\n", searched) + 1) > 0:
+            content = bytes(buffer[:end])
+            yield Segment(path, content, line, offset)
+            del buffer[:end]
+            line += content.count(b"\n")
+            offset += end
+            searched = PIECE_BYTES
+        searched = max(PIECE_BYTES, len(buffer))
+    if buffer:
+        yield Segment(path, bytes(buffer), line, offset)
 
 
-def _cut_texts(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
+def _cut_texts(path: Path, blocks: Iterable[bytes], offset: int) -> Iterator[Segment]:
     """Cut after separators; what was searched for one is not searched again."""
     buffer = bytearray()
     searched = 0
     separated = False
-    while block := file.read(BLOCK_BYTES):
+    for block in blocks:
         buffer += block
         last = buffer.rfind(SEPARATOR, searched)
         searched = max(0, len(buffer) - len(SEPARATOR) + 1)
