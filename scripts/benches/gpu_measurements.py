@@ -44,6 +44,7 @@ from jspeed.run.find_recipe import find
 
 STEPS = 100  # timed one by one, and again in a row
 HELD: list[Any] = []  # turns until this process ends
+TURNS: list[list[float]] = []  # of this process: [when it began, when it ended]
 # of the records' steps in STAGES on 8 H100s, communication included
 PUBLISHED_MS = {"r89": 82.6, "r92": 45.0}
 # The stages that are measured: record 92's with the most tokens, else the last. One GPU as one of
@@ -66,6 +67,7 @@ def turn(until_exit: bool = False) -> Iterator[list[float]]:
     if file.name != os.devnull:
         fcntl.flock(file, fcntl.LOCK_EX)
     span = [time.time()]
+    TURNS.append(span)
     print(HAS_THE_DEVICE, flush=True)
     try:
         yield span

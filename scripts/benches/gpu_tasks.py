@@ -243,8 +243,15 @@ def main(kind: str, names: Sequence[str]) -> None:
         try:
             facts: Mapping[str, Any] = KINDS[kind](name)
         except Exception as error:  # whatever a library raises is the result
-            facts = {"failed": type_and_line(error)}
+            facts = {"failed": type_and_line(error)} | last_turn()
         print(json.dumps({"name": name, **facts}, default=str), flush=True)
+
+
+def last_turn() -> dict[str, list[float]]:
+    """When this process had the device last, if it had: what failed has used it, too."""
+    from benches.gpu_measurements import TURNS
+
+    return {"span": TURNS[-1]} if TURNS else {}
 
 
 def end_with_parent() -> None:

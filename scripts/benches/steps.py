@@ -203,8 +203,8 @@ def run(
     """Run steps and return (the last state, what was measured).
 
     Where a recipe's steps take turns, all of a period are run and profiled together, and their time
-    is divided by their number. Not for long: hundreds of steps on one batch leave a loss of 0, from
-    which a recipe's full learning rates lead anywhere, NaN included.
+    is divided by their number. Not for long: hundreds of steps on one batch leave a loss of 0, and
+    Muon's updates, as large for the smallest gradient, then lead anywhere, NaN included.
     """
     rows = batch_rows(setting.mesh)
     loader = None
