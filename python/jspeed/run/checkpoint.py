@@ -31,6 +31,7 @@ from jspeed.base.processes import on_failure, with_timeout
 from jspeed.errors import BadInput, first_line
 from jspeed.fields import as_json
 from jspeed.record.schema import Interval
+from jspeed.run.checkpoint_folder import failed_call
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 
@@ -185,7 +186,7 @@ def _reason(error: Exception) -> str:
         r"No space left on device|Disk quota exceeded|Read-only file system", str(error)
     ):
         return match.group()
-    return first_line(error, 300)
+    return failed_call(error) or first_line(error, 300)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -24,6 +24,7 @@ from jspeed.run.checkpoint import (
     remove_unfinished,
     set_aside,
 )
+from jspeed.run.checkpoint_folder import refused_call
 from jspeed.run.clock import now, utc_now
 from jspeed.run.export import FILE
 from jspeed.run.metrics_log import SINKS
@@ -131,6 +132,11 @@ def open_run_directory(
     damaged: dict[int, str] = {}
     checkpoints = path / "checkpoints"
     try:
+        if options.checkpoint_every and processes.index() == 0 and (call := refused_call(path)):
+            raise BadInput(
+                f"--run-dir {path} cannot hold checkpoints: its file system refuses a call that"
+                f" writes them ({call}); choose another, or leave out --checkpoint-every"
+            )
         if options.resume and processes.index() == 0:
             step, damaged = newest(checkpoints, lambda record: check_same(record, identity, path))
             if step is None:
