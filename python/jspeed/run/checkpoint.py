@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jspeed.base import processes
+from jspeed.base.file_system import failed_call
 from jspeed.base.files import read_json, sha256_of, write_whole
 from jspeed.base.processes import on_failure, with_timeout
 from jspeed.errors import BadInput, first_line
 from jspeed.fields import as_json
 from jspeed.record.schema import Interval
-from jspeed.run.checkpoint_folder import failed_call
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from jspeed.base import processes
+from jspeed.base.file_system import refused_call
 from jspeed.base.files import Lines, as_text, read_json, try_lock
 from jspeed.base.processes import broadcast, gather, on_failure
 from jspeed.data.tokens import TOKENIZER_FILE
@@ -24,7 +25,6 @@ from jspeed.run.checkpoint import (
     remove_unfinished,
     set_aside,
 )
-from jspeed.run.checkpoint_folder import refused_call
 from jspeed.run.clock import now, utc_now
 from jspeed.run.export import FILE
 from jspeed.run.metrics_log import SINKS

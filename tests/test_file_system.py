@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.run.checkpoint_folder import failed_call, refused_call
+from jspeed.base.file_system import failed_call, refused_call
 
-from ..multi_process import ended, environment, shards, start, toy
+from .multi_process import ended, environment, shards, start, toy
 
 SOURCE = """
 #define _GNU_SOURCE
@@ -54,7 +54,7 @@ int rename(const char *from, const char *to) {
 ASKS = """
 import json, os, sys
 from pathlib import Path
-from jspeed.run.checkpoint_folder import refused_call
+from jspeed.base.file_system import refused_call
 told = {}
 for call in sys.argv[2:]:
     os.environ["REFUSED"] = call
