@@ -103,12 +103,36 @@ def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, monkeypatc
     ) == ["out"]
 
 
-def test_work_of_other_inputs_is_not_resumed(tmp_path):
+def test_work_of_other_inputs_is_neither_resumed_nor_removed(tmp_path, capfd, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    given = source.read_bytes()
     assert interrupt(source, tmp_path / "out", signal.SIGKILL) == -signal.SIGKILL
-    prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out")
+    (left,) = tmp_path.glob(".out.*.work")
+    prepare_bytes(jsonl(source, "ab"), out=tmp_path / "out")
     check_manifest(tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
+    assert f"{left} is unfinished work of other inputs or flags" in capfd.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == [left.name, "a.jsonl", "out"]
+
+    source.write_bytes(given)
+    os.rename(tmp_path / "out", tmp_path / "first")
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
+    encoded, real = [], tokenise.parallel_tokenise.encode
+    monkeypatch.setattr(
+        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
+    )
+    prepare_bytes(source, out=tmp_path / "out", processes=1)
+    assert 0 < len(encoded) < len(list(chunks.pieces([source])))
+    assert not left.exists()
+
+
+def test_an_error_that_is_no_fault_of_the_input_keeps_the_work(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "_sealed", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_bytes(source, out=tmp_path / "new" / "out")
+    (left,) = (tmp_path / "new").iterdir()
+    assert left.name.endswith(".work")
 
 
 def test_a_full_disk_keeps_the_work(tmp_path, monkeypatch):

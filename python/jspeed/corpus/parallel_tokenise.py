@@ -17,15 +17,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.base.files import NO_ROOM, Lines
+from jspeed.base.files import Lines
 from jspeed.corpus.chunks import Piece, documents
 from jspeed.corpus.process_pool import in_order
 from jspeed.corpus.shards.folder import EncodedDocuments
-from jspeed.corpus.shards.output_folder import locked, remove_leftovers, writing_to
+from jspeed.corpus.shards.output_folder import leftovers, locked, writing_to
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
 from jspeed.data.manifest import SPLITS
-from jspeed.errors import BadInput, NoRoom
+from jspeed.errors import BadInput, NoRoom, say
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 
@@ -162,13 +162,18 @@ def work_folder(out: Path, key: str) -> Iterator[Path]:
     """Yield a hidden folder beside ``out`` for the work with this ``key``, the one left by an
     interrupted process.
 
-    It is removed when the work is done or fails; it stays when the process is interrupted or the
-    disk is full. Folders of other keys for the same ``out`` are removed. Raises BadInput while
-    another process works in it.
+    It is removed when the work is done or the input is at fault; it stays when anything else ends
+    the work. Work of other keys for the same ``out`` is another command's: a line names it. Raises
+    BadInput while another process works in the folder.
     """
     with writing_to(out) as out:
         folder = out.parent / f".{out.name}.{key}.work"
-        remove_leftovers(out, ".work", keep=folder.name)
+        for other in leftovers(out, ".work"):
+            if other != folder:
+                say(
+                    f"note: {other} is unfinished work of other inputs or flags for {out}; the same"
+                    " command resumes it, or remove it"
+                )
         folder.mkdir(exist_ok=True)
         with locked(folder) as ours:
             if ours is False:
@@ -177,10 +182,9 @@ def work_folder(out: Path, key: str) -> Iterator[Path]:
                 )
             try:
                 yield folder
-            except (NoRoom, KeyboardInterrupt, SystemExit):
+            except NoRoom:
                 raise
-            except BaseException as error:
-                if not (isinstance(error, OSError) and error.errno in NO_ROOM):
-                    shutil.rmtree(folder, ignore_errors=True)
+            except BadInput:  # which another key has when it is mended
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
             shutil.rmtree(folder, ignore_errors=True)

@@ -49,7 +49,10 @@ def atomic_folder(
         staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
         try:
             with locked(out.parent, wait=True):
-                remove_leftovers(out, ".partial")
+                for leftover in leftovers(out, ".partial"):
+                    with suppress(OSError), locked(leftover) as free:
+                        if free:
+                            shutil.rmtree(leftover, ignore_errors=True)
                 staging.mkdir()
                 locks.enter_context(locked(staging))
             yield staging
@@ -101,18 +104,13 @@ def _publish(staging: Path, out: Path, same: Callable[[Path, Path], bool]) -> No
             ) from None
 
 
-def remove_leftovers(out: Path, ending: str, keep: str = "") -> None:
-    """Remove hidden folders for ``out`` that end in ``ending``, unless a process has locked them or
-    it is ``keep``."""
-    for leftover in out.parent.iterdir():
-        if (
-            leftover.name.startswith(f".{out.name}.")
-            and leftover.name.endswith(ending)
-            and leftover.name != keep
-        ):
-            with suppress(OSError), locked(leftover) as free:
-                if free:
-                    shutil.rmtree(leftover, ignore_errors=True)
+def leftovers(out: Path, ending: str) -> list[Path]:
+    """Return the hidden folders for ``out`` that end in ``ending``, sorted."""
+    return sorted(
+        path
+        for path in out.parent.iterdir()
+        if path.name.startswith(f".{out.name}.") and path.name.endswith(ending)
+    )
 
 
 @contextmanager
