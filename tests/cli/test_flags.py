@@ -279,3 +279,15 @@ def test_the_rule_of_an_annotation_is_checked(words, named):
     assert got == (2, 0.5, (0, 3))
     with pytest.raises(BadInput, match=named):
         parse(Command(checked), words.split(), "checked")
+
+
+def test_a_home_folder_is_meant_wherever_a_file_may_be_named(tmp_path, monkeypatch):
+    """A shell leaves ~ in --out=~/x; ``--tokenizer`` and RECIPE take a name too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("some text")
+    assert f"{tmp_path}/t.json cannot be read" in said(
+        "prepare text ~/a.txt --out=~/x --tokenizer=~/t.json"
+    )
+    assert f"{tmp_path}/mine.py" in said("plan ~/mine.py --no-compile")
+    told = said("prepare text ~/a.txt --out=~nobody-of-that-name/x")
+    assert "no user of that name" in told and "./~nobody-of-that-name/x" in told

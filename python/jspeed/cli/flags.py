@@ -235,17 +235,22 @@ def _unwrapped(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
 def _read(where: str, kind: Any, rules: tuple[Rule, ...], word: str) -> Any:
     """Return ``word`` as a value. Raises BadInput for another type, and where a rule does not
     hold."""
+    # a shell expands ~/x but not --out=~/x; some flags take a file or a name
+    if kind is Path or word.startswith("~/"):
+        word = os.path.expanduser(word)
     if kind is Path:
         if not word:  # as of an unset shell variable; Path("") is the current folder
             raise BadInput(
                 f"{where}: found an empty path; give a folder or file, or leave the flag out"
             )
-        # a shell expands ~/x but not --out=~/x
-        word = os.path.expanduser(word)
         try:
             os.stat(word)
         except (FileNotFoundError, NotADirectoryError):
-            pass
+            if word.startswith("~"):
+                raise BadInput(
+                    f"{where} {shown(word)}: no user of that name has a home folder here; write"
+                    f" ./{word} for a name that begins with ~"
+                ) from None
         # a folder that may not be searched, a name too long: Path.exists raises it
         except OSError as error:
             raise BadInput(
