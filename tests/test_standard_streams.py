@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.base.standard_streams import escaped
+from jspeed.errors import escaped
 
 WORKS = """
 import sys
@@ -94,7 +94,9 @@ def test_closed_streams(tmp_path):
 
 def test_control_characters_are_escaped():
     assert escaped("a\tb\nÜ \N{SNOWMAN}") == "a\tb\nÜ \N{SNOWMAN}"
-    assert escaped("\x1b[31m\x00\r\x7f\x9b2J") == r"\x1b[31m\x00\x0d\x7f\x9b2J"
+    assert escaped("\x1b[31m\x00\x7f\x9b2J") == r"\x1b[31m\x00\x7f\x9b2J"
+    assert escaped("\r\u202egpj.exe\u2069\u2028") == r"\r\u202egpj.exe\u2069\u2028"
+    assert escaped("א\u00a0\u3000\u200d") == "א\u00a0\u3000\u200d"
 
 
 ENDS = """

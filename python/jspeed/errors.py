@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +29,21 @@ class Terminated(SystemExit):
     """SIGTERM, or a scheduler's warning, before there is a state to save: exit code 143."""
 
 
+# What terminals obey: control characters but newlines and tabs, marks that turn text around, and
+# ends of lines of other kinds.
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    r"""Return ``text`` with the characters that terminals obey as ``\x1b`` and ``\u202e``; newlines
+    and tabs stay."""
+    return OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
 def say(line: str) -> None:
-    """Print a line on stderr in one write: unbuffered, ``print`` makes two, and lines of several
-    processes mix."""
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)
+    """Print a line on stderr, escaped, in one write: unbuffered, ``print`` makes two, and lines of
+    several processes mix."""
+    print(f"{escaped(line)}\n", end="", file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

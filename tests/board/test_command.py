@@ -249,3 +249,26 @@ def test_verify_of_one_file_however_its_path_is_written(tmp_path, records, capsy
     assert board.verify_(records / "stdlib/cpu/std", Path("records")) == 0, (
         "a folder whose name begins the same"
     )
+
+
+def test_what_a_record_says_does_not_command_a_terminal(tmp_path, records, capsys):
+    evil = "\x1b]0;title\x07\x1b[2J\u202elive\x9b31m"
+    records.mkdir()
+    changes = {
+        "devices": {"kind": f"cpu {evil}", "count": 1, "processes": 1, "platform": "cpu"},
+        "overrides": {f"A{evil}": evil},
+        "parent": evil,
+        "git": {"commit": f"c0{evil}", "dirty": False},
+    }
+    source = source_of(what=f"What {evil}")
+    series = make_series(tmp_path / "s", [60.0] * 3, source=source, **changes)
+    board.add_((series,), records)
+    rewrite(series / "plan.json", "made", value=evil)
+    next(records.rglob("plan-*.json")).write_bytes((series / "plan.json").read_bytes())
+    board.verify_(records=records)
+    next(records.rglob("plan-*.json")).unlink()
+    board.show_(records=records)
+    board.compare_("stdlib", "stdlib", records=records)
+    said = capsys.readouterr()
+    assert r"\x1b]0;title" in said.out and r"\u202e" in said.out
+    assert all(character.isprintable() for character in (said.out + said.err).replace("\n", ""))

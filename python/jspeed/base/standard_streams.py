@@ -1,5 +1,4 @@
-"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters,
-Ctrl-C."""
+"""Robust standard streams (closed pipes, encodings, C++ logs), printable text, Ctrl-C."""
 
 import errno
 import io
@@ -125,12 +124,6 @@ def printable(value: object, most: int | None = None) -> str:
         if most is None or len(clean) <= most
         else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
     )
-
-
-def escaped(text: str) -> str:
-    r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and
-    tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def end_at_ctrl_c() -> None:

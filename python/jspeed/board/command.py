@@ -14,7 +14,7 @@ from jspeed.board.records.preregistration import MOST_RUNS, ROUND
 from jspeed.board.records.remarks import remarks
 from jspeed.cli import repository
 from jspeed.cli.flags import Command, group_of
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, escaped
 from jspeed.fields import Count, Folder, Wants, integer, shown
 
 PACKAGE = Path(jspeed.__file__).parent
@@ -58,9 +58,9 @@ def add_(
     for path in addition.runs:
         print(f"added {path}")
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {escaped(note)}")
     for problem in verify.verify(addition.records, now()):
-        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem.text}")
+        print(f"`jspeed leaderboard verify` fails until this is fixed: {escaped(problem.text)}")
     if own:
         write_page(addition.records, own / "site", own / "README.md")
 
@@ -112,7 +112,7 @@ def verify_(
             if problem.path.resolve().is_relative_to(record.resolve())
         ]
     for problem in problems:
-        print(problem.text)
+        print(escaped(problem.text))
     print(f"{subject}; {len(problems)} problems" if problems else f"{subject}; all files agree")
     return 1 if problems else 0
 
@@ -164,11 +164,11 @@ def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None)
     console = Console(highlight=False)
     changed = compare.changes(one.source, two.source)
     for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
-        console.print(Text(line))
+        console.print(Text(escaped(line)))
     if diff:
         colours = {"+": "green", "-": "red", "@": "cyan"}
         for line in ["", *changed.diff]:
-            console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
+            console.print(Text(escaped(line), colours.get(line[:1], "")), soft_wrap=True)
 
 
 def page_(out: Folder | None = None, records: Folder | None = None) -> None:

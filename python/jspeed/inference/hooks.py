@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jspeed.base.files import write_whole
-from jspeed.base.standard_streams import escaped
-from jspeed.errors import first_line
+from jspeed.errors import escaped, first_line
 from jspeed.inference.generate import Sampling, joined, sample
 from jspeed.inference.model_config import departures, read_parameters
 from jspeed.inference.trained import load_model

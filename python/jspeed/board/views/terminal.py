@@ -8,7 +8,7 @@ from rich.text import Text
 
 from jspeed.board import formatting
 from jspeed.board.board import BoardTrack, Entry
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, escaped, nearest
 
 WIDTH = 80
 MARKS = {
@@ -37,7 +37,7 @@ def board(tracks: Iterable[BoardTrack]) -> RenderableType:
     parts: list[RenderableType] = []
     for track in tracks:
         parts += [
-            Text(track["track"], "bold") + Text(f"  {track['title']}", "bold cyan"),
+            Text(track["track"], "bold") + Text(escaped(f"  {track['title']}"), "bold cyan"),
             Text(rules(track), "dim"),
         ]
         parts += [entries(track) if track["entries"] else Text("no runs yet", "italic"), Text("")]
@@ -62,9 +62,9 @@ def rules(track: BoardTrack) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return ``text`` as lines of at most ``width`` characters; a word is cut only where it is
-    longer than that."""
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    """Return ``text``, escaped, as lines of at most ``width`` characters; a word is cut only where
+    it is longer than that."""
+    return textwrap.wrap(escaped(text), width, break_on_hyphens=False)
 
 
 # name, width, whether to the right; with one space between they fill 80 columns.

@@ -14,7 +14,7 @@ from jspeed.corpus.tokenizers import tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens
 from jspeed.data.manifest import SPLITS, Manifest, read_folder, read_manifest, split_of, verify
 from jspeed.data.tokens import GPT2, GPT2_BOS
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, escaped
 from jspeed.fields import Wants
 
 SHOWN = 24  # tokens of the first document
@@ -73,13 +73,13 @@ def describe(folder: Path) -> None:
         }
         console.print(split)
         for name, value in facts.items():
-            console.print(f"  {name:<12}{value}", soft_wrap=True)
+            console.print(f"  {name:<12}{escaped(value)}", soft_wrap=True)
     named = (
         manifest["tokenizer"]
         if manifest
         else f"not known without manifest.json; documents counted by id {GPT2_BOS}"
     )
-    console.print(f"tokenizer: {named}", soft_wrap=True)
+    console.print(f"tokenizer: {escaped(named)}", soft_wrap=True)
 
 
 def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool = False) -> None:

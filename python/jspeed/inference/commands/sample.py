@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from jspeed.base.standard_streams import escaped, stdout_open, without_logs
+from jspeed.base.standard_streams import stdout_open, without_logs
 from jspeed.cli.flags import Command, refuse
-from jspeed.errors import BadInput, say
+from jspeed.errors import BadInput, escaped, say
 from jspeed.fields import Axes, Count, File, NotNegative, Rule, Wants, integer
 
 MOST_TEXTS = 10_000  # all are one batch
