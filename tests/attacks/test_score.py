@@ -1,10 +1,18 @@
 """Recipes that would look at what they are to predict, or compute their own score."""
 
+import hashlib
+
+import jax
+import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.recipe import Context, init_parameters
+from jspeed.record.sizes import parameter_count
+from jspeed.run.compute.score import losses
+from jspeed.run.find_recipe import find
 
-from .attack import attack, failed
+from .attack import attack, edited, failed
 
 FORWARD = 'return softcap(head(params["head"], hidden(params, tokens_BT, ctx)), None)'
 HONEST = 'logits_BTV = head(params["head"], hidden(params, tokens_BT, ctx))\n    '
@@ -27,8 +35,10 @@ LOOKS_AHEAD = {
 }
 
 
-def test_the_honest_parent_passes(honest):
+def test_the_honest_parent_passes(honest, data):
     assert failed(honest) == set() and honest["reached"]
+    shard = hashlib.sha256((data / "toy_val_000000.bin").read_bytes()).hexdigest()
+    assert honest["data"]["val_shard_sha256"] == shard
     assert honest["probes"]["causality"]["leak"] == 0
 
 
@@ -81,3 +91,28 @@ def test_what_is_no_logits_is_refused(what, data, tmp_path):
     forward, said = NOT_LOGITS[what]
     with pytest.raises(BadInput, match=said):
         attack(tmp_path, data, {FORWARD: forward})
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole rows", "in chunks"])
+def test_padding_holds_no_parameters(chunked, data, tmp_path):
+    """A bank of one matrix and seven more, which are not counted: all are read."""
+    table = '"more": ParamSpec((8, VOCAB, WIDTH), ("matrix", "in", "out"), normal, "all", None, 7),'
+    summed = 'params["embed"][tokens_BT] + jnp.sum(params["more"], 0)[tokens_BT]'
+    edits = {"PARAMETERS = {\n": f"PARAMETERS = {{\n    {table}\n"}
+    edits |= {'params["embed"][tokens_BT]': summed}
+    if chunked:
+        logits = 'logits=lambda params, x_BTD, ctx: head(params["head"], x_BTD)'
+        edits |= {"    loss=loss,": f"    loss=loss,\n    hidden=hidden,\n    {logits},"}
+    (tmp_path / "mine.py").write_text(edited(edits))
+    recipe = find(str(tmp_path / "mine.py")).recipe
+    assert parameter_count(recipe.parameters) == 3 * 257 * 16
+    params = init_parameters(recipe.parameters, jax.random.key(1))
+    tokens = jax.random.randint(jax.random.key(2), (2, 33), 0, 257)
+    ctx = Context(recipe.stages[0], training=False)
+
+    def scored(more):
+        return losses(recipe, params | {"more": more}, tokens[:, :-1], tokens[:, 1:], ctx)
+
+    more = params["more"]
+    np.testing.assert_array_equal(scored(more), scored(more.at[1:].set(9.0)))
+    assert not np.allclose(scored(more), scored(more.at[:1].set(9.0)))

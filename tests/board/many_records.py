@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tomllib
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def write(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def pin(rules: str, name: str) -> str | None:
+    """The hash called ``name`` in the text of a track.toml."""
+    pinned = tomllib.loads(rules)["data"].get(name)
+    return pinned and str(pinned)
+
+
 def fill(records: Path, track: str, recipes: int, seeds: int, seed: int = 0) -> int:
     """Add ``recipes`` recipes to ``track``, each the child of the best before it, with ``seeds``
     planned runs each.
@@ -59,10 +66,7 @@ def fill(records: Path, track: str, recipes: int, seeds: int, seed: int = 0) -> 
     (home / "track.toml").write_text(rules)
     fineweb = track.startswith("fineweb")
     target, val_tokens = (3.28, 10_485_760) if fineweb else (1.4, 65_536)
-    pinned = next(
-        (line.split('"')[1] for line in rules.splitlines() if line.startswith("val_sha256")),
-        "dd" * 32,
-    )
+    pinned = pin(rules, "val_sha256") or "dd" * 32
     best, parent = (1500.0 if fineweb else 120.0), None
     for number in range(recipes):
         name = f"r{number:03d}" if fineweb else f"stdlib-{number:03d}"
@@ -88,6 +92,10 @@ def fill(records: Path, track: str, recipes: int, seeds: int, seed: int = 0) -> 
             )  # fmt: skip
             values |= {"target_loss": target, "reached": loss <= target}
             values["data"] |= {"val_tokens": val_tokens, "val_sha256": pinned}
+            values["data"] |= {"val_shard_sha256": pin(rules, "val_shard_sha256")}
+            if first := pin(rules, "train_sha256"):
+                (shard,) = values["data"]["train_shards"]
+                values["data"]["train_shards"] = [shard | {"sha256": first}]
             if fineweb:
                 second = {
                     "first": 20_971_520,

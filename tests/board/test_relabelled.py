@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tomllib
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .test_trust import NEW
 RECORDS = Path(__file__).parents[2] / "records"
 TRACK = "fineweb/8xH100"
 TOKENS = 1600 * 393_216
+DATA = tomllib.loads((RECORDS / TRACK / "track.toml").read_text())["data"]
 H100 = "NVIDIA H100 80GB HBM3"
 GPU = {"driver": "570", "cuda": "12.8", "links": [], "before": [{"name": H100}], "after": []}
 SECOND = {"first": 20_971_520, "tokens": 10_485_760, "sha256": "ab" * 32, "val_loss": 3.279}
@@ -30,7 +32,13 @@ HONEST = NEW | {
     "devices": {"kind": H100, "count": 8, "processes": 8, "platform": "gpu"},
     "gpus": GPU,
     "holdout": SECOND,
-    "data": as_run()["data"] | {"name": "fineweb", "val_tokens": 10_485_760},
+    "data": as_run()["data"]
+    | {
+        "name": "fineweb",
+        "val_tokens": 10_485_760,
+        "val_shard_sha256": DATA["val_shard_sha256"],
+        "train_shards": [as_run()["data"]["train_shards"][0] | {"sha256": DATA["train_sha256"]}],
+    },
 }
 LOSSES = [3.270, 3.271, 3.272]
 
@@ -68,6 +76,18 @@ RELABELLED = {
     "a loss of 9.9 on the second range": ({"holdout": SECOND | {"val_loss": 9.9}}, "6.6"),
     "no second range": ({"holdout": "left out"}, "not evaluated on the track's second"),
     "another second range": ({"holdout": SECOND | {"first": 10_485_760}}, "not evaluated on"),
+    "another validation shard": (
+        {"data": HONEST["data"] | {"val_shard_sha256": "ab" * 32}},
+        "validated on another shard",
+    ),
+    "no hash of the validation shard": (
+        {"data": HONEST["data"] | {"val_shard_sha256": None}},
+        "validated on another shard",
+    ),
+    "another training shard": (
+        {"data": HONEST["data"] | {"train_shards": as_run()["data"]["train_shards"]}},
+        "trained on other shards",
+    ),
     "fewer validation tokens": (
         {"data": HONEST["data"] | {"val_tokens": 65_536}},
         "not validated on 10,485,760",
@@ -101,7 +121,7 @@ def test_a_date_before_the_commit_that_ran_is_a_problem(records, tmp_path, git):
 
 
 def test_whoever_dates_a_run_back_does_not_choose_the_data(records, tmp_path, git):
-    """The track pins no hash of its tokens: the first to land does."""
+    """Which tokens of the shard are evaluated no hash pins: the first to land does."""
     add(records, tmp_path / "s", [60.0] * 3)
     git("add", "records")
     git("commit", "-qm", "the first record")

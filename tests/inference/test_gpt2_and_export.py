@@ -466,6 +466,11 @@ def test_refuses_what_is_no_model(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(BadInput, match="index.json cannot be read"):
             export.load(tmp_path)
+    for name in ("../1.safetensors", "/etc/passwd", "a/../../b", ".."):
+        index = {"weight_map": {"wte.weight": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(BadInput, match="not a file of its own folder"):
+            export.load(tmp_path)
     os.mkfifo(tmp_path / "1.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"wte.weight": "1.safetensors"}}'

@@ -116,6 +116,8 @@ class Data(TypedDict):
     val_tokens: Tokens  # evaluated for val_loss
     tokenizer: str | None  # null for bytes
     val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
+    # of the file of the first validation shard; null where it cannot be read, absent in older runs
+    val_shard_sha256: NotRequired[str | None]
     train_shards: list[Shard]  # in order
     position: dict[str, Any]  # where the loader's stream stood at the end
     # whose standard library the text is, with its version; absent for other text

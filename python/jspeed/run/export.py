@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jspeed.base.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.errors import BadInput, nearest
+from jspeed.fields import shown
 from jspeed.recipe import Recipe, leaves, without_lazy
 from jspeed.run.find_recipe import LoadedRecipe
 
@@ -199,7 +200,13 @@ def _files(path: Path) -> list[Path]:
         return [path / FILE]
     if index.is_file():
         try:
-            return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+            names = sorted(set(read_json(index)["weight_map"].values()))
+            if outside := [n for n in names if n == ".." or Path(n).name != n]:
+                raise BadInput(
+                    f"{index} names {shown(outside[0])}, which is not a file of its own folder;"
+                    " download it again, from whom you trust"
+                )
+            return [path / name for name in names]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(
                 f"{index} cannot be read ({type(error).__name__}: {error}); download it again"

@@ -38,7 +38,9 @@ class DataSet:
     def difference(self, other: "DataSet") -> str | None:
         """Return how ``other`` differs from this one, a track's data, as a phrase; None where it
         does not."""
-        if other.val_sha256 not in (self.val_sha256, None):
+        if None not in (self.val_sha256, other.val_sha256) and (
+            other.val_sha256 != self.val_sha256
+        ):
             return "validated on other tokens than the track's"
         return (
             None if self.same_shards(other.shards) else "trained on other shards than the track's"

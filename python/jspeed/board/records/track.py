@@ -39,7 +39,8 @@ Rules = TypedDict(
         "data.val_tokens": NotRequired[AtLeastOne],
         "data.python": NotRequired[str],
         "data.val_sha256": NotRequired[str],
-        "data.train_sha256": NotRequired[str],
+        "data.train_sha256": NotRequired[str],  # of the file of the first training shard
+        "data.val_shard_sha256": NotRequired[str],  # of that of the validation shard
         "holdout.first": NotRequired[AtLeastOne],
         "holdout.sha256": NotRequired[str],
         "holdout.unread": NotRequired[bool],

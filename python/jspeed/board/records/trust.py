@@ -38,6 +38,9 @@ def unfair(run: Unsealed, track: Track) -> Iterator[str]:
     if stepped := run.get("clock_stepped"):
         if track.rules["rank"] != "steps":
             yield f"its machine's clock was set, or it slept, during the run: {stepped:+.0f} s"
+    shard = track.rules.get("data.val_shard_sha256")
+    if shard not in (None, run["data"].get("val_shard_sha256")) and run["val_loss"] is not None:
+        yield "validated on another shard than the track's"
     yield from above_bound(run, track)
     found = run.get("carried")
     if found is None:

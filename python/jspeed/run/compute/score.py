@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput
 from jspeed.model import pointer
 from jspeed.model.losses import UNLIKELY, mixed_loss, over_chunks, ruled_out
-from jspeed.recipe import Context, Recipe
+from jspeed.recipe import Context, ParamSpec, Recipe
 
 LOGITS = 2**26
 """Logits that exist at once on a device: 268 MB in fp32."""
@@ -37,6 +37,7 @@ def losses(
     With ``hidden`` and ``logits`` a row's logits exist for a few tokens at a time; with ``forward``
     alone for whole rows, a few at a time. Raises :class:`BadInput` for logits of another shape.
     """
+    params = without_padding(recipe, params)
     if recipe.hidden is None or recipe.logits is None:
         return by_rows(recipe, params, tokens_BT, targets_BT, ctx, whole_rows)
     logits = recipe.logits
@@ -68,6 +69,20 @@ def losses(
     chunk = max(1, LOGITS // (rows * recipe.data.vocab_size))
     arrays = (targets_BT, tokens_BT, *leaves, *copied)
     return over_chunks(of_chunk, None, arrays, chunk)[1]
+
+
+def without_padding(recipe: Recipe, params: Any) -> Any:
+    """Return ``params`` with zeros for padding: what is not counted as parameters is none.
+
+    ``params`` has entries of ``recipe.parameters`` whole, at least those with padding.
+    """
+
+    def zeroed(spec: ParamSpec, array: Any) -> Any:
+        return array.at[spec.shape[0] - spec.padding :].set(0) if spec.padding else array
+
+    return jax.tree.map(
+        zeroed, recipe.parameters, params, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+    )
 
 
 def hits(

@@ -227,7 +227,7 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
     read, position = setup.data, setup.data.loader.state_dict()
     ranges: list[TokenRange] = []
     hashes: list[str | None] = []
-    val_sha256 = None
+    val_sha256 = val_shard = None
     with suppress(OSError, BadInput):
         ranges = trained_on(read.shards, position)
         hashes = [None] * len(ranges)
@@ -235,6 +235,7 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
             with ThreadPoolExecutor(min(16, cores())) as pool:
                 hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
             val_sha256 = sha256_of_rows(read.rows, setup)
+            val_shard = sha256_of(read.val_shards.paths[0])
     found: Data = {
         "name": setup.recipe.data.name,
         "fingerprint": read.shards.fingerprint,
@@ -243,6 +244,7 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
         "val_tokens": setup.validation.tokens,
         "tokenizer": read.manifest.get("tokenizer"),
         "val_sha256": val_sha256,
+        "val_shard_sha256": val_shard,
         "train_shards": [
             {"name": part.path.name, "sha256": digest, "first": part.first, "end": part.end}
             for part, digest in zip(ranges, hashes, strict=True)
