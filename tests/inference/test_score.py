@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -135,6 +136,16 @@ def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
     ones = np.ones((2, recipe.eval_len), np.float32)
     np.testing.assert_allclose(
         found, recipe.loss(staged.params, rows[:, :-1], rows[:, 1:], ones, ctx)[1], rtol=1e-5
+    )
+
+
+def test_a_recipe_does_not_score_itself_in_hellaswag_either():
+    honest = model()
+    cheats = dataclasses.replace(honest.recipe, loss=lambda *given: (jnp.zeros(()), 0.3 * given[2]))
+    dishonest = dataclasses.replace(honest, found=dataclasses.replace(honest.found, recipe=cheats))
+    rows = np.random.default_rng(0).integers(0, 256, (2, 33)).astype(np.int32)
+    np.testing.assert_array_equal(
+        score.token_losses(dishonest)(rows), score.token_losses(honest)(rows)
     )
 
 

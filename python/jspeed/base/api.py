@@ -200,6 +200,7 @@ NAMES = {
         "local_bytes",
         "state_shardings",
     ),
+    "jspeed.run.compute.score": ("losses",),
     "jspeed.run.compute.step": (
         "to_compute_dtype",
         "weigh",

@@ -26,6 +26,7 @@ from jspeed.run import evaluate
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
+from jspeed.run.compute.score import losses as losses_of_logits
 from jspeed.run.compute.step import weigh
 from jspeed.run.setup import open_stream
 
@@ -317,15 +318,13 @@ def scoring_context(model: Model, length: int) -> Context:
 
 
 def token_losses(model: Model) -> Losses:
-    """Return a function from rows to the model's loss of every target."""
+    """Return a function from rows to the model's loss of every target, as a run scores them."""
     recipe = model.recipe
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
         ctx = scoring_context(model, rows.shape[1] - 1)
-        return recipe.loss(
-            params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx
-        )[1]
+        return losses_of_logits(recipe, params, rows[:, :-1], rows[:, 1:], ctx)
 
     return lambda rows: np.asarray(run(model.compute_params, rows))
 
