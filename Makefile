@@ -66,7 +66,7 @@ test-parity: .venv/parity/installed
 test-page: .venv/page/installed
 	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/board/test_page_in_chromium.py
 
-# All recipes and meshes; the default tests run a selection.
+# All recipes and meshes; the default tests run a selection. JSPEED_TEST_PART=0/3 has a third of the files.
 test-slow: .venv/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
@@ -87,7 +87,7 @@ test-package: .venv/lint/installed
 # The newest Python and JAX, and the oldest Rust: README's two commands and the compiler's tests, in a fresh clone of
 # HEAD on a new Debian. Needs root on a Debian machine; SUITE=forky is the release after Debian 13.
 test-newest:
-	tests/fresh_machine.sh bash -c 'make speedrun && make test && make test-aot'
+	tests/fresh_machine.sh bash -c 'make speedrun && make test && JSPEED_TEST_PART=$(JSPEED_TEST_PART) make test-aot'
 
 # Micro-benchmarks of pure functions by pytest-benchmark. ARGS=--benchmark-autosave keeps the timings; then
 # ARGS=--benchmark-compare shows them beside the next ones.

@@ -19,12 +19,22 @@ os.environ["XLA_FLAGS"] = " ".join(
     + ["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10.")
 )
 
+# Programs of toys, too, are kept for the next run of the same one, but not single operations.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+# NumPy's threads wait by spinning, on the cores that the other worker computes with: a matmul of a
+# toy takes sixty times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import pytest
 
 # A trace makes a hundred thousand objects and more that live: looked through less often, tests take
 # 5 % less.
 gc.set_threshold(200_000, 50, 1000)
+# A run looks through all objects when it begins and freezes those that live; they stay so, and the
+# next run looks through what is new.
+gc.unfreeze = lambda: None
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every program that tests
 # interrupt.
@@ -33,6 +43,17 @@ if not os.environ.get("JSPEED_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With JSPEED_TEST_PART=1/3 keep every third file that has a test to run, from the second on:
+    the parts 0/3, 1/3 and 2/3 are all."""
+    if part := os.environ.get("JSPEED_TEST_PART"):
+        first, of = map(int, part.split("/"))
+        files = set(list(dict.fromkeys(item.path for item in items))[first::of])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import pytest
 from jspeed.errors import BadInput
 
 
+@pytest.mark.slow  # steps of all recipes at their own sizes are traced
 def test_the_table_in_the_docs_is_what_recipes_take(monkeypatch):
     from benches import layouts
 

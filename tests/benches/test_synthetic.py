@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.parallel.mesh import make_mesh
+from jspeed.recipe import Context, init_parameters
 from jspeed.recipes import known_recipes
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
@@ -54,25 +55,36 @@ def measured(recipe, recipe_hash: str):
     return steps.measure_stage(recipe, recipe_hash, last, setting, made)[0]
 
 
-def test_a_lane_with_more_targets_than_columns_is_an_error():
-    """Record 92's own NaN: its last stage has 24 tokens a lane, which are not all different."""
+def test_a_lane_with_more_targets_than_columns_is_nan():
+    """Record 92's own: its last stage has 24 tokens a lane, which are not all different."""
     few = [word for word in TOYS["r92"] if not word.startswith("COLUMNS")]
-    found = find("r92", [*few, "COLUMNS=(8,8)", "LANES=1"])
-    with pytest.raises(
-        FloatingPointError, match="recipe r92, lanes of 24 tokens: the loss of step 1 is nan"
-    ):
-        measured(found.recipe, found.hash)
+    recipe = find("r92", [*few, "COLUMNS=(8,8)", "LANES=1"]).recipe
+    ctx = Context(recipe.stages[-1], training=True, step=np.int32(2))
+    ids = np.arange(24, dtype=np.int32)[None]
+
+    @jax.jit
+    def loss(key, ids):
+        params = init_parameters(recipe.parameters, key)
+        return recipe.loss(params, ids, ids + 1, np.ones((1, 24), np.float32), ctx)[0]
+
+    assert np.isnan(loss(jax.random.key(0), ids))
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.3])
-def test_a_first_loss_that_is_no_guess_is_an_error(factor):
+def test_a_loss_that_no_training_has_is_an_error():
+    from benches.steps import check_losses
+
     found = find("stdlib", TINY)
     row = measured(found.recipe, found.hash)
     assert row.first_loss == pytest.approx(np.log(257), abs=0.2) and row.loss < row.first_loss
+    for factor in (0.8, 1.3):
+        with pytest.raises(FloatingPointError, match="the first loss is .*, expected 4.99 to 6.66"):
+            check_losses(found.recipe, found.recipe.stages[-1], [factor * row.first_loss], True)
 
     def loss(*arrays):
         total, each = found.recipe.loss(*arrays)
-        return factor * total, factor * each
+        return total, np.nan * each
 
-    with pytest.raises(FloatingPointError, match="the first loss is .*, expected 4.99 to 6.66"):
+    with pytest.raises(
+        FloatingPointError, match="recipe stdlib, lanes of 16 tokens: the loss of step 1 is nan"
+    ):
         measured(replace(found.recipe, loss=loss), found.hash)

@@ -210,7 +210,9 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize(("name", "parts"), [("r29", 2), ("r89", 8)])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("r29", 2), pytest.param("r89", 8, marks=pytest.mark.slow)]
+)
 def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
     """One lane at once, and pieces of one; evaluation of two knows its longest document too."""
     recipe = find(name, SETS[name]).recipe

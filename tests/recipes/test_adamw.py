@@ -17,7 +17,7 @@ def toy(name, *sets):
 
 
 def drawn(recipe):
-    return init_parameters(recipe.parameters, jax.random.key(0))
+    return jax.jit(lambda: init_parameters(recipe.parameters, jax.random.key(0)))()
 
 
 def norm_of(tree):
@@ -71,10 +71,15 @@ def test_the_rate_warms_up_and_falls_to_its_floor():
 def after_three_steps(*sets):
     recipe = toy("nanogpt", "LEARNING_RATE=0.01", "WARMUP=1", "COOLDOWN=4", *sets)
     params, optimizer = drawn(recipe), recipe.optimizer()
-    state = optimizer.init(params)
-    for norm in (30.0, 0.5, 2.0):
+    state = jax.jit(optimizer.init)(params)
+
+    @jax.jit
+    def step(state, params, norm):
         updates, state = optimizer.update(of_length(params, norm), state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for norm in (30.0, 0.5, 2.0):
+        params, state = step(state, params, norm)
     return params
 
 
@@ -99,11 +104,12 @@ def test_every_setting_changes_what_is_trained():
 def test_matrices_and_tables_decay_and_vectors_do_not(name):
     recipe = toy(name, "LEARNING_RATE=0.01", "WEIGHT_DECAY=0.5")
     params, optimizer = drawn(recipe), recipe.optimizer()
-    state = optimizer.init(params)
-    nothing = jax.tree.map(jnp.zeros_like, params)
+    state = jax.jit(optimizer.init)(params)
+    nothing = jax.tree.map(np.zeros_like, params)
+    update = jax.jit(optimizer.update)
     for _ in range(4 if "WARMUP" in str(TOYS[name]) else 1):  # the rate is full after the warm-up
-        _, state = optimizer.update(nothing, state, params)
-    updates, _ = optimizer.update(nothing, state, params)
+        _, state = update(nothing, state, params)
+    updates, _ = update(nothing, state, params)
     kinds = set()
     for path, spec in leaves(recipe.parameters):
         kinds.add(spec.group)

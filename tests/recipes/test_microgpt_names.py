@@ -27,6 +27,7 @@ BOS, PAD = names.BOS, names.PAD
 CTX = r.Context(RECIPE.stages[0], training=True)
 
 
+@jax.jit
 def params():
     return r.init_parameters(RECIPE.parameters, jax.random.key(0))
 
@@ -83,10 +84,17 @@ def test_size_and_first_loss():
     the weights."""
     assert sizes.parameter_count(names.PARAMETERS) == 202_240 and names.INIT_STD == 0.08
     assert names.RECIPE.steps == 2000 and names.RECIPE.lanes == 64
-    whole = r.init_parameters(names.PARAMETERS, jax.random.key(0))
     tokens = rows(np.arange(3, 11))
-    loss_BT = names.loss(whole, tokens[:, :-1], tokens[:, 1:], jnp.ones((8, 32)), CTX)[1]
-    first = float(jnp.mean(step.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens))
+
+    @jax.jit
+    def drawn():
+        whole = r.init_parameters(names.PARAMETERS, jax.random.key(0))
+        loss_BT = names.loss(whole, tokens[:, :-1], tokens[:, 1:], jnp.ones((8, 32)), CTX)[1]
+        mean = jnp.mean(step.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens)
+        return whole, mean
+
+    whole, mean = drawn()
+    first = float(mean)
     assert first == pytest.approx(microgpt(jax.tree.map(np.asarray, whole), tokens), abs=1e-3)
     assert 3.5 < first < 3.8
     # Other draws of the original, on names: 3.88 with a deviation of 0.18; 37 % of 64 lie within

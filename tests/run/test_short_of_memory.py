@@ -136,12 +136,12 @@ def options(tmp_path, monkeypatch):
     draw = np.random.default_rng(0)
     (tmp_path / "data").mkdir()
     for name in ("t_train_000.bin", "t_val_000.bin"):
-        (tmp_path / "data" / name).write_bytes(shard_bytes(draw.integers(0, 272, 4000)))
+        (tmp_path / "data" / name).write_bytes(shard_bytes(draw.integers(0, 257, 4000)))
     monkeypatch.setattr(
         setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     )
-    sets = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
-    return Options("track3", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets,
+    sets = (*TOYS["stdlib"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
+    return Options("stdlib", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets,
     sample=False, progress=False,
                    target_loss=9.0)  # fmt: skip
 
@@ -169,6 +169,6 @@ def test_a_warm_up_that_never_has_room_is_one_sentence(options, monkeypatch):
         raise FULL
 
     monkeypatch.setattr(setup, "warm_up", full)
-    with pytest.raises(BadInput, match="recipe track3 needs .* GB a device"):
+    with pytest.raises(BadInput, match="recipe stdlib needs .* GB a device"):
         train(options)
     assert not options.run_dir.exists()

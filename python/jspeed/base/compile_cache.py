@@ -18,12 +18,14 @@ from jspeed.errors import BadInput, say, writable_folder
 # What JAX warns of and then leaves as it is: it would find the same entry damaged in every run.
 WARNED = r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)"
 SUFFIX = "-cache"
+MINIMUM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def use_compile_cache(planned: bool = False) -> None:
     """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR
     says where. A ``planned`` run, which may become a record, compiles all of its own: what lies in
-    a folder under the right name may be another program.
+    a folder under the right name may be another program. What compiles in less than half a second
+    is not worth a file, unless JAX's own variable (``MINIMUM``) says how long is.
 
     A folder that cannot be written is read, if it is there, and one line on stderr says why. An
     entry that cannot be read, or not be written whole, is removed, with those of the programs of
@@ -32,7 +34,7 @@ def use_compile_cache(planned: bool = False) -> None:
     if planned:
         use_no_compile_cache()
         return
-    least = 0.5  # seconds of compiling that are worth a file
+    least = float(os.environ.get(MINIMUM, 0.5))
     try:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))

@@ -45,16 +45,18 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "fsdp+tp+remat+scan": ("fsdp+tp+remat+scan", {"data": 4, "model": 2}, 4),
     "pp+remat+scan": ("pp+scan+remat", {"data": 4, "pipe": 2}, 1),
 }
-SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
-CASES = [("track3", SOME[0])]
-CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != SOME[0]]
-# norms of another kind, and a head of which a sample is scored
-OTHERS = ("microgpt-names", "fineweb-cpu")
-CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in OTHERS for way in SOME]
+# each in one with more, or with another recipe
+ELSEWHERE = ("fsdp", "pp+remat", "zero1+scan", "tp+scan")
+SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches")
+CASES = [
+    pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way not in ELSEWHERE
+]
+# norms of another kind; a head of which a sample is scored
+CASES += [("microgpt-names", SOME[0])]
+CASES += [pytest.param("fineweb-cpu", way, marks=pytest.mark.slow) for way in SOME]
 # The only one with dropout, whose masks must be the same.
 CASES += [
-    pytest.param("nanogpt", way, marks=pytest.mark.slow)
-    for way in (SOME[0], "tp+scan", "pp+remat+scan")
+    pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in ("tp+scan", "pp+remat+scan")
 ]
 
 
