@@ -1,5 +1,6 @@
 """Output folders: complete or absent, never mixed with what another process made."""
 
+import errno
 import os
 
 import pytest
@@ -37,3 +38,14 @@ def test_a_failure_removes_the_parents_it_made(tmp_path):
     with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "a" / "b" / "out"):
         1 / 0  # noqa: B018
     assert not os.listdir(tmp_path)
+
+
+def test_a_file_system_that_renames_no_folders_is_named(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(BadInput, match=r"\(rename: Function not implemented, ENOSYS\); choose"):
+        with atomic_folder(tmp_path / "out"):
+            pass
+    assert not any(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from jspeed.base.files import NO_ROOM, try_lock
+from jspeed.base.files import NO_ROOM, named, try_lock
 from jspeed.base.standard_streams import interruptible
 from jspeed.errors import BadInput, NoRoom, writable_folder
 
@@ -94,7 +94,8 @@ def writing_to(out: Path) -> Iterator[Path]:
 
 def _publish(staging: Path, out: Path, same: Callable[[Path, Path], bool]) -> None:
     try:
-        os.rename(staging, out)
+        with named("rename"):
+            os.rename(staging, out)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
