@@ -4,6 +4,7 @@ own."""
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +29,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
+
+from jspeed.base.jax_versions import ask_again_for_compile_cache
 
 # A trace makes a hundred thousand objects and more that live: looked through less often, tests take
 # 5 % less.
@@ -57,10 +60,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Keep tests away from the user's prepared data; compiled programs are shared within one test
-    run."""
+    run, and again after an audit or a planned run, which take none."""
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    yield
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        jax.config.update("jax_enable_compilation_cache", True)
+        ask_again_for_compile_cache()
 
 
 @pytest.fixture
