@@ -40,6 +40,7 @@ RUN |= {
 HELD = {"program": "step", "shape": [100], "dtype": "float32", "numbers": 100}
 RUN |= {
     "code": {"modules": 100, "sha256": "ab" * 32, "extension": "cd" * 32},
+    "clock_stepped": 30.0,
     "unread": {"tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395},
     "carried": {"numbers": {"step": 120}, "arrays": [HELD], "calls": []},
     "probes": RUN["probes"] | {"stream_repeats": {"passed": True}},
@@ -49,6 +50,7 @@ RUN |= {"sha256": content_hash(RUN)}
 OPTIONAL = {
     "code",
     "unread",
+    "clock_stepped",
     "carried",
     "weighted",
     "holdout",
