@@ -197,6 +197,12 @@ def test_records_and_rules_are_only_added_to(records, repository, tmp_path):
     assert sum("make the run again" in text for text in said) == 3
 
 
+def test_the_rules_of_a_track_without_records_may_change(records, repository):
+    base = repository("rev-parse", "HEAD").stdout.strip()
+    rule(records, "[holdout]\nmost_above = 9.0")
+    assert list(trust.append_only(store.read(records), base)) == []
+
+
 def test_what_landed_first_is_the_entry_whatever_its_dates(records, repository, tmp_path):
     store.add([later(9, tmp_path / "s", [2.4, 2.5, 2.4], **NEW)], records)
     commit(repository)
