@@ -26,7 +26,7 @@ def refused_call(folder: Path) -> str | None:
     TensorStore locks files, syncs them and renames them over others, and Orbax renames folders:
     some network and FUSE file systems have not all of these.
     """
-    import tensorstore  # comes with Orbax; only runs with checkpoints need it
+    import tensorstore  # what Orbax writes with; only runs with checkpoints need it
 
     with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=folder) as hidden:
         store = tensorstore.KvStore.open({"driver": "file", "path": f"{hidden}/part/"}).result()
