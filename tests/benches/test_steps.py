@@ -29,7 +29,7 @@ def test_the_loader_is_measured(tmp_path):
     assert done.returncode == bool(failed), done.stderr
     masked = any("mask" in row["what"] for row in rows)  # where GPT-2's vocabulary is there
     assert (
-        len([row for row in rows if row["below"]]) == 11 + 2 * masked
+        len([row for row in rows if row["below"]]) == 13 + 2 * masked
         and done.stdout.count("\n") == len(rows) + 1
     )
     assert all(row["what"] in done.stdout for row in rows)

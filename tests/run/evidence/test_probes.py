@@ -40,7 +40,7 @@ CHEATS = {
     "learns_in_evaluation": (
         f"return {FORWARD}",
         LEARNS_IN_EVALUATION,
-        {"evaluation_stays_on_device", "evaluation_repeats", "causality"},
+        {"evaluation_stays_on_device", "evaluation_repeats", "normalisation"},
     ),
 }
 
