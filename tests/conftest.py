@@ -35,9 +35,6 @@ from jspeed.base.jax_versions import ask_again_for_compile_cache
 # A trace makes a hundred thousand objects and more that live: looked through less often, tests take
 # 5 % less.
 gc.set_threshold(200_000, 50, 1000)
-# A run looks through all objects when it begins and freezes those that live; they stay so, and the
-# next run looks through what is new.
-gc.unfreeze = lambda: None
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every program that tests
 # interrupt.

@@ -230,7 +230,7 @@ ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
         "anything": 0.5,
     }
     seen = {"gemm.1": {"nvjet_sm90_tst": 3.0}, "%copy.2": {"copy_2": 1.0}, "": in_graph}
-    assert by_family(seen, [text]) == {
+    assert by_family(seen, [kernels(text)], [text]) == {
         "matmul": 3.0,
         "other": 2.0,
         "fp8_matmul": 2.0,

@@ -282,7 +282,7 @@ def stage(name: str, attention: str, sets: Iterable[str], tuned: bool = False) -
     profile = facts.pop("profile")
     if isinstance(profile, str):
         return facts | {"no_profile": profile}
-    seen = by_family(profile["by_operation"], texts)
+    seen = by_family(profile["by_operation"], counted, texts)
     seen["idle"] = row.step_ms_in_a_row - profile["busy_ms"] / len(texts)
     return facts | {"measured_ms": seen, "longest_kernels": profile["kernels"]}
 
@@ -309,23 +309,31 @@ LIBRARIES = {
 }
 
 
-def by_family(operations: Mapping[str, Mapping[str, float]], texts: list[str]) -> dict[str, float]:
-    """Milliseconds of a step by family of kernels, from those by HLO instruction and kernel.
+def by_family(
+    operations: Mapping[str, Mapping[str, float]],
+    programs: Iterable[Iterable[Kernel]],
+    texts: list[str],
+) -> dict[str, float]:
+    """Milliseconds of a step by family of kernels, from those by HLO instruction and kernel, of
+    ``programs`` whose HLO is ``texts``.
 
     XLA names a fusion's kernel after its instruction, with _ for each dot, so that a CUDA graph's
     are known by their own name, as are custom kernels. What is neither nor a library's is unknown.
     """
-    families: dict[str, str] = {
-        kernel.instruction.name: kernel.kind for text in texts for kernel in kernels(text)
-    }
+    families: dict[str, str] = {k.instruction.name: k.kind for each in programs for k in each}
     families |= {name.replace(".", "_"): kind for name, kind in families.items()}
+
+    def family(operation: str, name: str) -> str:
+        if known := families.get(operation.lstrip("%")) or families.get(name):
+            return known
+        if by_name := [kind for part, kind in LIBRARIES.items() if re.search(part, name)]:
+            return by_name[0]
+        return "other" if any(f'"{name}"' in text for text in texts) else "unknown"
+
     found: defaultdict[str, float] = defaultdict(float)
     for operation, its in operations.items():
         for name, spent in its.items():
-            by_name = (kind for part, kind in LIBRARIES.items() if re.search(part, name))
-            known = families.get(operation.lstrip("%")) or families.get(name)
-            unnamed = "other" if any(f'"{name}"' in text for text in texts) else "unknown"
-            found[known or next(by_name, unnamed)] += spent / len(texts)
+            found[family(operation, name)] += spent / len(texts)
     return found
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -239,19 +240,20 @@ def main(kind: str, names: Sequence[str]) -> None:
 
     use_compile_cache()
     for name in names:
+        began = time.time()
         print(json.dumps({"name": name, "begins": True}), flush=True)
         try:
             facts: Mapping[str, Any] = KINDS[kind](name)
         except Exception as error:  # whatever a library raises is the result
-            facts = {"failed": type_and_line(error)} | last_turn()
+            facts = {"failed": type_and_line(error)} | turn_since(began)
         print(json.dumps({"name": name, **facts}, default=str), flush=True)
 
 
-def last_turn() -> dict[str, list[float]]:
-    """When this process had the device last, if it had: what failed has used it, too."""
+def turn_since(began: float) -> dict[str, list[float]]:
+    """When this process has had the device since ``began``, if it has: what failed used it, too."""
     from benches.gpu_measurements import TURNS
 
-    return {"span": TURNS[-1]} if TURNS else {}
+    return {"span": TURNS[-1]} if TURNS and TURNS[-1][0] >= began else {}
 
 
 def end_with_parent() -> None:

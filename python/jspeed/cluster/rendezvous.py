@@ -265,8 +265,8 @@ def _register(host: str, port: int, index: int, count: int, seconds: float) -> t
             except OSError as error:
                 if not isinstance(error, TimeoutError):
                     status = error.strerror or str(error)
-                silent = said is None and time.monotonic() - began > SAY_AFTER
-                if silent or (said != status and isinstance(error, socket.gaierror)):
+                overdue = said is None and time.monotonic() - began > SAY_AFTER
+                if overdue or (said != status and isinstance(error, socket.gaierror)):
                     said = status
                     say(f"waiting for process 0 at {host}:{port} ({said}), at most {seconds:g} s")
         time.sleep(0.2)
