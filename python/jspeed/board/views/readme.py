@@ -15,8 +15,9 @@ END = "<!-- /leaderboard -->"
 
 
 def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
-    """Return the block as Markdown, a line for each track that has rules; what is text in it stays
-    text."""
+    """Return the block as Markdown: a row for each track that has rules and a run or a history, and
+    the names of the others; what is text in it stays text."""
+    empty = []
     lines = [
         "| track | best | recipe | mean loss | n | checked | date |",
         "|---|---|---|---|---|---|---|",
@@ -25,7 +26,7 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
         if not track["ruled"]:
             continue
         name = f"[`{track['track']}`](records/{track['track']}/track.toml)"
-        entry = best(track)
+        entry, history = best(track), histories.get(track.get("history") or "")
         if entry and entry["seconds"] and entry["loss"]:
             seconds = formatting.seconds(entry["seconds"]["mean"])
             devices = plain(f"{entry['devices']['count']} x {entry['devices']['kind']}")
@@ -36,10 +37,13 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
                 else f"{seconds} on {devices}"
             )
             cells = [value, plain(entry["recipe"]), *loss, entry["level"], entry["date"]]
-        else:
+        elif history:
             cells = ["none yet", "", "", "", "", ""]
+        else:
+            empty.append(f"`{track['track']}`")
+            continue
         lines.append(f"| {' | '.join([name, *cells])} |")
-        if history := histories.get(track.get("history") or ""):
+        if history:
             last = history[-1]
             cells = [
                 formatting.seconds(last["seconds"]),
@@ -50,6 +54,8 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
             lines.append(
                 f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |"
             )
+    if empty:
+        lines += ["", f"No runs yet: {', '.join(empty)}."]
     return "\n".join(lines)
 
 
