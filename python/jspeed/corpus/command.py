@@ -30,6 +30,7 @@ from jspeed.corpus.shards.ready_tokens import convert_tokens
 from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
 from jspeed.corpus.tokenizers import named_facts
 from jspeed.data.manifest import Manifest, complete_manifest
+from jspeed.data.tokens import GPT2
 from jspeed.errors import BadInput, say
 from jspeed.fields import File, Folder, Wants, Whole
 
@@ -111,6 +112,9 @@ def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
     if seconds:
         tokens = sum(total["tokens"] for total in splits.values())
         print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
+    if source.get("kind") == "text":
+        recipe = "fineweb-cpu" if manifest["tokenizer"] == GPT2["tokenizer"] else "stdlib"
+        print(f"train on it: jspeed run {recipe} --data {shlex.quote(str(folder))}")
 
 
 def _say_passed_over(inputs: Sequence[Path]) -> None:

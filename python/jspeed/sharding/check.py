@@ -147,6 +147,8 @@ def check(function: Callable[..., Any], *arguments: Any, data: str | Sequence[st
     Raises :class:`BadInput` where ``data`` names no parameter, and what JAX raises for the
     function.
     """
+    # What JAX traced before, of a matmul say, has the source lines of its first caller.
+    jax.clear_caches()
     traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*arguments)
     lowered = traced.lower()
     compiled = lowered.compile()

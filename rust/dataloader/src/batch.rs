@@ -9,7 +9,8 @@ use pyo3::types::PySlice;
 
 use crate::array::numpy;
 
-/// One batch of this process; see the stubs.
+/// The lanes of this process in one step: `tokens`, `inputs`, `targets`, and with documents
+/// `doc_offsets` and `num_docs`. The arrays are read-only and stay valid while they are kept.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct Batch {
     pub inner: Arc<core::Batch>,

@@ -13,14 +13,16 @@ use pyo3::prelude::*;
 use crate::array::numpy;
 use crate::{bad, detached, raise};
 
-/// What followed a context earlier; see the stubs.
+/// What followed this context earlier: an index of the documents of the steps so far. Query a step,
+/// then push it; answers are exact and the same for any number of threads.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct ContextIndex {
     inner: RwLock<index::ContextIndex>,
     made_in: u32,
 }
 
-/// Answers to a query; see the stubs.
+/// What a query found for each position of its rows: `lengths`, `occurrences`, `tokens` and `counts`,
+/// read-only arrays.
 #[pyclass(frozen, get_all, module = "jspeed._dataloader")]
 pub struct Matches {
     lengths: Py<PyAny>,

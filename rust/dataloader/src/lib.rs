@@ -54,7 +54,8 @@ fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
     PyBytes::new(py, &core::encode_header(tokens, width))
 }
 
-/// Which token is never written directly after which other one, as bits; see the stubs.
+/// Which token is never written directly after which other one, as bits: uint8
+/// `(size, size / 8)`, the lowest bit first.
 #[pyfunction]
 fn canonical_mask(
     py: Python<'_>,

@@ -16,7 +16,11 @@ use crate::{detached, raise};
 /// Tokens of a lane when nothing else is said: the first stage of the record.
 const LANE_LEN: i64 = 16_384;
 
-/// The stream of batches; see the stubs.
+/// An iterator of batches of token shards, made ahead by one thread.
+///
+/// The stream depends on the shards, lanes, align, bos_id, stages and shuffle alone: process p of P
+/// gets lanes [p * lanes / P, (p + 1) * lanes / P) of the same global batches. docs/data.md has an
+/// example, the type stub `_dataloader.pyi` all arguments and errors.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct TokenLoader {
     loader: core::Loader,

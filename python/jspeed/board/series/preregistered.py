@@ -133,6 +133,9 @@ def race(
         times = [[run["timed_seconds"] for run in turn] for turn in complete]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
         print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {count}")
+        losses = fmean(turn[n]["val_loss"] for turn in complete for n in (1, 2))
+        if losses > (target := made[1]["target_loss"]):
+            print(f"{b} missed its target: mean loss {losses:.4f} > {target:g}; that is no gain")
     return 0 if complete else 1
 
 

@@ -67,6 +67,11 @@ def export(
         f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB),"
         f" {', '.join(others)}"
     )
+    if not as_gpt2:
+        print(
+            f"transformers cannot read it, for recipe {recipe.name} is no GPT-2; jspeed sample,"
+            " evaluate and run --init-from can"
+        )
 
 
 COMMAND = Command(
