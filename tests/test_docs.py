@@ -11,6 +11,7 @@ from jspeed.cli.bench import BENCHES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+READ = [page for page in PAGES if page.parent.name != "benchmarks"]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 
 
@@ -37,6 +38,21 @@ def test_the_index_lists_every_page():
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= linked
     menu = (ROOT / "mkdocs.yml").read_text()
     assert all(str(page.relative_to(ROOT)) in menu for page in PAGES)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's prose, without code, tables and links' targets."""
+    for left_out in (r"```.*?```", r"<[^>]*>", r"^(    |\|).*?$", r"(?<=\])\([^)]*\)"):
+        text = re.sub(left_out, "", text, flags=re.S | re.M)
+    blocks = re.split(
+        r"\n\s*\n|^\s*(?:[-*]|\d+\.) |^#.*$", re.sub(r"`[^`]*`", "code", text), flags=re.M
+    )
+    return [each for block in blocks for each in re.split(r"(?<=[.!?:;])\s+", block)]
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_has_more_than_thirty_words(page):
+    assert [each for each in sentences(page.read_text()) if len(each.split()) > 30] == []
 
 
 def defined(path: Path) -> set[str]:
