@@ -189,7 +189,7 @@ def test_predicted_beside_measured(gpu_day):
 
 def test_measured_rates_go_into_the_plan(gpu_day, tmp_path, monkeypatch):
     from benches import gpu_tables
-    from jspeed.plan import predict, target
+    from jspeed.plan import assumed, target
 
     said = "\n".join(gpu_day.say_plan(KNOWN, tmp_path))
     assert f"written to {tmp_path / 'rates.toml'}" in said, "a CPU is no target"
@@ -207,7 +207,7 @@ def test_measured_rates_go_into_the_plan(gpu_day, tmp_path, monkeypatch):
     assert f"written to {tmp_path / 'measured' / 'h100.toml'}" in said
     sheet = target.load_target("h100").data_sheet
     assert sheet.fractions["matmul"] == 0.5 and not target.load_target("a100").data_sheet.fractions
-    seconds = predict.kernel_seconds(gpu_tables.kernel("matmul", "bf16", 989.4e9, 1.0), sheet)[0]
+    seconds = assumed.kernel_seconds(gpu_tables.kernel("matmul", "bf16", 989.4e9, 1.0), sheet)[0]
     assert seconds == pytest.approx(2e-3)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.base.files import write_whole
-from jspeed.plan import predict
+from jspeed.plan import assumed, predict
 from jspeed.plan.attention import EMPTY_KERNELS, TILE
 from jspeed.plan.cost import Kernel
+from jspeed.plan.measured import terms
 from jspeed.plan.target import (
     MEASURED,
     DataSheet,
@@ -45,7 +46,7 @@ def table(known: Known) -> list[str]:
         lines.append(f"    {line}")
     for name in ("r92", "r89"):
         if (found := empty_block_us(known, name)) is not None:
-            planned = 1e6 * predict.EMPTY_BLOCK
+            planned = 1e6 * terms.EMPTY_BLOCK
             lines.append(
                 f"\nempty blocks as {name}: {found:.3f} us of an SM, planned {planned:.3f}"
             )
@@ -97,7 +98,7 @@ def seconds_planned(one: Mapping[str, Any], sheet: DataSheet) -> float:
     """Seconds that the plan gives to a rate's program."""
     dtype = "f8" if one["family"] == "fp8_matmul" else "bf16"
     family = "fusion" if one["family"] == "memory" else one["family"]
-    return max(predict.kernel_seconds(kernel(family, dtype, one["flops"], one["bytes"]), sheet))
+    return max(assumed.kernel_seconds(kernel(family, dtype, one["flops"], one["bytes"]), sheet))
 
 
 def kernel(kind: Any, dtype: str, flops: float, moved: float) -> Kernel:
@@ -123,16 +124,16 @@ def beside(name: str, one: Mapping[str, Any], sheet: DataSheet) -> Iterator[str]
 
 
 def predicted(counted: Iterable[Iterable[Any]], sheet: DataSheet) -> dict[str, float]:
-    """Milliseconds of a step by family, of kernels as ``gpu_measurements.summary`` has them; idle:
-    gaps between kernels."""
+    """Milliseconds of a step by family and by flat rates, of kernels as
+    ``gpu_measurements.summary`` has them; idle: gaps between kernels."""
     found: defaultdict[str, float] = defaultdict(float)
     cluster = parse_target("h100x1")  # an H200 has as many cores and gaps
     for kind, dtype, flops, moved, empty, runs in counted:
         found[kind] += (
-            1e3 * runs * max(predict.kernel_seconds(kernel(kind, dtype, flops, moved), sheet))
+            1e3 * runs * max(assumed.kernel_seconds(kernel(kind, dtype, flops, moved), sheet))
         )
         found["idle"] += 1e3 * runs * predict.launch_gap(cluster)
-        blocks = 1e3 * runs * empty * predict.EMPTY_BLOCK / cluster.target.cores
+        blocks = 1e3 * runs * empty * terms.EMPTY_BLOCK / cluster.target.cores
         found["empty blocks, in attention"] += blocks
     return found
 
@@ -178,7 +179,7 @@ def sheet_of(known: Known) -> DataSheet:
 
 
 def fractions(known: Known, sheet: DataSheet) -> dict[str, float]:
-    """Fractions of the data sheet's rates that were measured, by the names of predict.FRACTIONS: of
+    """Fractions of the data sheet's rates that were measured, by the names of assumed.FRACTIONS: of
     each family all FLOPs, or bytes, over all time in a row."""
     amounts: defaultdict[str, float] = defaultdict(float)
     spent: defaultdict[str, float] = defaultdict(float)
@@ -226,7 +227,7 @@ def say_plan(known: Known, folder: Path) -> list[str]:
     write_whole(path, "\n".join(lines) + "\n")
     after = sheet._replace(fractions=sheet.fractions | found)
     said = [f"written to {path}", "", "| rate | assumed | measured |", "|---|---|---|"]
-    said += [f"| {k} | {predict.FRACTIONS[k]} | {v} |" for k, v in sorted(found.items())]
+    said += [f"| {k} | {assumed.FRACTIONS[k]} | {v} |" for k, v in sorted(found.items())]
     for name, one in known.items():
         if name.startswith("stage ") and "counted" in one:
             old = sum(predicted(one["counted"], sheet._replace(fractions={})).values())
@@ -235,5 +236,8 @@ def say_plan(known: Known, folder: Path) -> list[str]:
             said += ["", f"assumed rates {old:.2f} ms, measured rates {new:.2f}, measured {ms:.2f}"]
             said += list(beside(name, one, after))[1:]
     if named:
-        said += ["", "now predict.MEASURED's rooflines are out of date: make test-aot says which"]
+        said += [
+            "",
+            "now predict.MEASURED's sums of terms are out of date: make test-aot says which",
+        ]
     return said

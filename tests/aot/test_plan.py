@@ -71,8 +71,8 @@ def test_flops_of_r29(mesh):
         assert collectives == {"all-gather": 5, "reduce-scatter": 5}
 
 
-@pytest.mark.parametrize("name", [published.recipe for published in predict.MEASURED])
-def test_rooflines_of_published_programs(mesh, name):
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29"])
+def test_sums_of_terms_of_published_programs(mesh, name):
     """The numbers that the calibration stands on follow from the compiled programs, within what a
     compiler changes."""
     steps = steps_of(mesh, name)
@@ -81,7 +81,7 @@ def test_rooflines_of_published_programs(mesh, name):
         step.stage.steps * predict.simulate(step.kernels, EIGHT)[0].total for step in steps
     )
     assert 1e3 * seconds / sum(step.stage.steps for step in steps) == pytest.approx(
-        published.roofline_ms, rel=0.03
+        published.tables_ms, rel=0.03
     )
 
 

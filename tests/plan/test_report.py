@@ -42,7 +42,6 @@ STAGE = {
     1.9, "launches": 0.2,
                 "empty_blocks": 5.0},
     "predicted_ms": [68.0, 97.0],
-    "second_opinion": {"seconds": 0.08, "guessed": 0.004, "empty_blocks": 0.002},
 }  # fmt: skip
 PLAN = {
     "recipe": "r29",
@@ -63,7 +62,7 @@ PLAN = {
         "hbm_bytes_per_second": 3.35e12,
         "sources": {"hbm_bytes_per_second": "https://example.org/h100?a=1&b=2 (dense)"},
     },
-    "fractions": {"matmul": 0.65},
+    "constants": [{"name": "matmul", "value": 0.65, "source": "guess"}],
     "calibration": [
         {"recipe": "track3", "measured_ms": 155.0, "predicted_ms": [120.0, 170.0], "used_to_fit":
         False,
@@ -72,8 +71,9 @@ PLAN = {
     "stages": [STAGE, STAGE | {"name": "stage 2", "predicted_ms": [71.0, 101.0]}],
     "predicted_step_ms": [69.0, 99.0],
     "predicted_seconds": [115.0, 165.0],
-    "fitted_seconds": 140.0,
-    "second_opinion": {"seconds": 130.0, "guessed": 7.0, "empty_blocks": 6.6},
+    "expected_seconds": 140.0,
+    "terms": [{"term": "attention", "seconds": 28.0, "share": 0.2, "guessed": 0.05}],
+    "guessed": 0.05,
     "bottlenecks": [],
     "predicted_cost": {"currency": "USD", "per_device_hour": 3.0, "low": 0.77, "high": 1.1},
     "findings": [

@@ -51,7 +51,7 @@ metadata={op_name="jit(step)/shard_map/transpose(jvp(fused_matmul__matmul))/kern
 
 def test_lines_are_sums_over_their_kernels_most_bytes_first():
     kernels = cost.kernels(TEXT)
-    rows = describe.by_line(kernels, H100.target.data_sheet)
+    rows = describe.by_line(kernels, H100)
     computing = [kernel for kernel in kernels if not kernel.collective]
     assert sum(row["bytes"] for row in rows) == sum(kernel.bytes for kernel in computing)
     assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
@@ -102,7 +102,7 @@ def test_the_last_step_of_a_recipe_by_line():
     assert json.loads(json.dumps(found)) == found  # all of it is plain
     check_json(found, Traffic)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
-    assert found["fitted_ms"] > 0 and any(
+    assert found["expected_ms"] > 0 and any(
         row["source"].startswith("faulty_recipe.py:") for row in found["lines"]
     )
     console = Console(file=io.StringIO(), width=120)

@@ -31,6 +31,10 @@ BENCHES = {
     "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
     "quality": ("quality", "Recipes at width 128 on the same tokens: loss against tokens"),
     "layouts": ("layouts", "Which layouts each recipe takes, and why not the others"),
+    "plans": (
+        "plans",
+        "Plans of all programs whose seconds are quoted, beside what was measured: plan.md",
+    ),
     "generate": ("text", "Tokens a second of generation, with the key-value cache and without"),
     "tokenise": ("text", "Tokens a second of tokenising, and of a plain loop over tiktoken"),
 }

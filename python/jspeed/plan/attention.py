@@ -54,6 +54,8 @@ class Seen(NamedTuple):
     keys: float  # of a query, in the tiles that it visits
     flops: float  # of those tiles
     backward: bool
+    packed: bool = False  # documents
+    blocks: int = 0  # of queries with work, in all kernels that have empty ones
 
 
 def flops_of(op: Instruction, max_doc_len: int | None) -> float:
@@ -79,7 +81,9 @@ def seen_of(op: Instruction, flops: float, max_doc_len: int | None) -> Seen:
         keys = _tiles(call.length, document, window) * TILE**2 / call.length
     rows = call.documents // int(_fmha(op)["max_seg_per_batch"])
     exact = 2 * MATMULS[CUDNN[op.target]] * rows * call.heads * call.length * call.width
-    return Seen(call.width, keys, max(flops, exact * keys), call.backward)
+    kernels = EMPTY_KERNELS["backward" if call.backward else "forward"]
+    blocks = kernels * rows * call.heads * -(-call.length // TILE)
+    return Seen(call.width, keys, max(flops, exact * keys), call.backward, call.packed, blocks)
 
 
 def call_of(op: Instruction) -> Call:

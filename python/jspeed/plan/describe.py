@@ -16,9 +16,9 @@ from jspeed.plan.compile import (
     read_step,
 )
 from jspeed.plan.cost import Kernel, part_of
-from jspeed.plan.measured import second_opinion
+from jspeed.plan.measured import terms
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
-from jspeed.plan.target import DataSheet, pretend
+from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
 
@@ -29,7 +29,6 @@ def describe_stage(
     """One stage of the plan, or one of a stage's programs: the ``number``-th."""
     cluster, stage, kernels = placement.cluster, step.stage, step.kernels
     total, collectives = predict.simulate(kernels, cluster)
-    opinion = second_opinion.of_step(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]
     matrices = matrices_of(recipe, stage)
     by_part: defaultdict[str, float] = defaultdict(float)
@@ -77,9 +76,8 @@ def describe_stage(
         "collectives": describe_collectives(kernels, collectives, placement),
         "time_ms": {name: 1e3 * seconds for name, seconds in total._asdict().items()},
         "roofline_ms": 1e3 * total.total,
-        "fitted_ms": 1e3 * total.fitted,
-        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.fitted)],
-        "second_opinion": opinion and opinion._asdict(),
+        "expected_ms": 1e3 * total.expected,
+        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.expected, cluster)],
     }
 
 
@@ -129,10 +127,7 @@ def describe_collectives(
                 "dtype": collective.arrays[0].dtype,
                 "ms": 1e3 * takes / kernel.runs,
                 "compute_ms_between": 1e3
-                * sum(
-                    max(predict.kernel_seconds(k, placement.cluster.target.data_sheet))
-                    for k in beside
-                ),
+                * sum(terms.price(k, placement.cluster).seconds for k in beside),
                 "exposed_ms": 1e3 * exposed / kernel.runs,
                 "source": hlo.file_and_line(collective.instruction.source),
             }
@@ -157,12 +152,12 @@ def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
         "remat": step.remat,
         "peak_bytes": step.memory["peak"],
         "roofline_ms": stage["roofline_ms"],
-        "fitted_ms": stage["fitted_ms"],
-        "lines": by_line(step.kernels, placement.cluster.target.data_sheet),
+        "expected_ms": stage["expected_ms"],
+        "lines": by_line(step.kernels, placement.cluster),
     }
 
 
-def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
+def by_line(kernels: Iterable[Kernel], cluster: Cluster) -> list[LineRow]:
     """Return what the kernels of each source line cost, most bytes first; collectives are left
     out."""
     rows: dict[tuple[str, str, str], LineRow] = {}
@@ -184,7 +179,7 @@ def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
         )
         row["kernels"] += kernel.runs
         row["bytes"] += kernel.runs * kernel.bytes
-        row["seconds"] += kernel.runs * max(predict.kernel_seconds(kernel, sheet))
+        row["seconds"] += kernel.runs * terms.price(kernel, cluster).seconds
     return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 

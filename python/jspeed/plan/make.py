@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh
-from jspeed.plan import findings, hlo, predict
+from jspeed.plan import assumed, findings, hlo, predict
 from jspeed.plan.compile import (
     Step,
     TargetPlacement,
@@ -23,8 +23,9 @@ from jspeed.plan.compile import (
 )
 from jspeed.plan.cudnn import ask as cudnn
 from jspeed.plan.describe import describe_stage
-from jspeed.plan.measured import second_opinion
-from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
+from jspeed.plan.measured import terms
+from jspeed.plan.measured.rates import rates_of
+from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan, TermRow
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, Target, pretend
 from jspeed.recipe import Recipe, leaves
@@ -44,22 +45,19 @@ BOUNDS = [
     "no kernel is faster than its FLOPs at the peak rate or its bytes at the bandwidth",
     "training also compiles the evaluation, which is not planned",
 ]
-GUESSES = [
-    "fraction of the peak that a kernel reaches: "
-    + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
-    (
-        "step time over roofline: one factor, fitted on published times of other programs for the"
-        " same schedules"
-    ),
-    f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
-    "communication time: bytes over bandwidth, and between nodes a latency for every node",
-    (
-        f"{1e6 * predict.GAP:g} us between kernels (in CUDA graphs;"
-        f" {1e6 * predict.GAP_WITHOUT_GRAPHS:g} without), and {1e6 * predict.EMPTY_BLOCK:g} us of"
-        " an SM for each block of attention that finds nothing to do"
-    ),
-    "the price",
-]
+# The cost model's numbers by name, each with its source.
+CONSTANTS = {
+    **assumed.FRACTIONS,
+    "least kernel, s": assumed.LAUNCH,
+    "latency of a collective, s": assumed.LATENCY,
+    "hop between nodes, s": assumed.HOP,
+    "idle between kernels, s": predict.GAP,
+    "likewise without CUDA graphs, s": predict.GAP_WITHOUT_GRAPHS,
+    "empty block of attention, s": terms.EMPTY_BLOCK,
+    "FP8 with fp32 sums": terms.WITHOUT_FAST_ACCUMULATION,
+    "custom FP8 matmul": terms.CUSTOM_MATMUL,
+    "special functions": terms.SPECIAL,
+}
 
 
 def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
@@ -81,10 +79,14 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
     answers = ask_cudnn(steps, cluster.target)
     problems += findings.refused_by_cudnn(answers) if answers else ()
     facts = cluster.target.data_sheet._asdict()
-    price, measured = facts["dollars_per_hour"], facts.pop("fractions")
+    price, fractions = facts["dollars_per_hour"], facts.pop("fractions")
+    made_of = predict.by_term(
+        (step.stage.steps, predict.terms_of(step.kernels, times, cluster))
+        for step, (times, _) in ((s, predict.simulate(s.kernels, cluster)) for s in steps)
+    )
     fits, summary = memory_summary(recipe, placement, steps)
     return {
-        "schema": 2,
+        "schema": 3,
         "recipe": recipe.name,
         "recipe_hash": loaded.hash,
         "sets": [f"{name}={value}" for name, value in loaded.overrides.items()],
@@ -103,13 +105,17 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "fits": fits,
         "fit": summary,
         "facts": facts | {"per_node": cluster.per_node},
-        "fractions": {**predict.FRACTIONS, **measured, "step": 1 / predict.slowdown()},
-        "calibration": predict.calibration(),
+        "constants": [
+            {"name": name, "value": float(fractions.get(name, value)), "source": value.source}
+            for name, value in CONSTANTS.items()
+        ],
+        "calibration": predict.calibration(cluster),
         "stages": stages,
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
-        "fitted_seconds": sum(s["steps"] * s["fitted_ms"] for s in stages) / 1e3,
-        "second_opinion": second_opinion.of_run((s["steps"], s["second_opinion"]) for s in stages),
+        "expected_seconds": sum(s["steps"] * s["expected_ms"] for s in stages) / 1e3,
+        "terms": made_of,
+        "guessed": sum(row["guessed"] for row in made_of),
         "bottlenecks": predict.bottlenecks(
             [(step.stage.steps, step.kernels) for step in steps], cluster
         ),
@@ -141,8 +147,25 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
             + [f"{f.name}: {f.text}" for f in problems if f.level != "note"]
         ),
         "bounds": BOUNDS,
-        "guesses": GUESSES,
+        "guesses": guesses(cluster, made_of),
     }
+
+
+def guesses(cluster: Cluster, made_of: Sequence[TermRow]) -> list[str]:
+    """What of the seconds nobody has measured, and how the range comes about."""
+    listed = [
+        f"{row['guessed']:.1%} of the seconds, {row['term']}"
+        for row in made_of
+        if row["guessed"] >= 0.001
+    ]
+    tables = "NVIDIA's tables" if rates_of(cluster.target.name) else "flat rates, all assumed"
+    return [
+        *listed,
+        f"rates: {tables}; nothing is fitted",
+        f"the range: {predict.WIDTH_OF_RANGE:g} errors of six published programs for the same"
+        f" schedules ({predict.spread(cluster):.1%})",
+        "the price",
+    ]
 
 
 def find_problems(
@@ -303,10 +326,9 @@ def search_layout(recipe: Recipe, placement: TargetPlacement) -> Iterator[Search
         for attempt in step_attempts(recipe, last, placement, placement.micro_batches[-1]):
             fits, predicted = attempt.fits(placement.limit), None
             if attempt.step:
-                seconds = predict.simulate(read_step(last, attempt).kernels, placement.cluster)[
-                    0
-                ].fitted
-                predicted = [1e3 * edge for edge in predict.predicted_range(seconds)]
+                times, _ = predict.simulate(read_step(last, attempt).kernels, placement.cluster)
+                edges = predict.predicted_range(times.expected, placement.cluster)
+                predicted = [1e3 * edge for edge in edges]
             yield {
                 "layout": with_remat(placement.layout) if attempt.remat else placement.layout,
                 "mesh": dict(placement.mesh.shape),

@@ -1,4 +1,4 @@
-"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 2), and of
+"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 3), and of
 ``--bytes``.
 
 Sizes, FLOPs, kernels and times are of one device and one step unless a comment says otherwise.
@@ -14,6 +14,22 @@ Kind = Literal[
     "fusion",
     "other",
     "collective",
+]
+# What the seconds of a plan are made of; each kernel counts to the one that bounds it.
+Term = Literal[
+    "FP8 matmuls",
+    "bf16 matmuls",
+    "other matmuls",
+    "attention",
+    "special functions",
+    "passes over memory",
+    "custom FP8 matmuls",
+    "custom attention",
+    "custom passes",
+    "least kernels",
+    "exposed communication",
+    "idle between kernels",
+    "empty blocks of attention",
 ]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
 # aliased: outputs in arguments' place
@@ -89,11 +105,17 @@ class StagePlan(MicroBatch):
     collectives: list[CollectiveRow]  # in schedule order
     time_ms: dict[str, Milliseconds]  # jspeed.plan.predict.Times
     roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
-    # what is predicted: the roofline by the fit to published times, and empty blocks
-    fitted_ms: Milliseconds
+    expected_ms: Milliseconds  # what is predicted: that, and empty blocks
     predicted_ms: MillisecondRange
-    # by measured rates, with nothing fitted, and the share of it that is a guess; None: no table
-    second_opinion: dict[str, float] | None  # :class:`jspeed.plan.measured.second_opinion.Opinion`
+
+
+class TermRow(TypedDict):
+    """A term of the seconds of a run."""
+
+    term: Term
+    seconds: Seconds  # of all steps
+    share: float  # of the run
+    guessed: float  # share of the run that is this term's and that nobody has measured
 
 
 class BottleneckRow(TypedDict):
@@ -102,7 +124,7 @@ class BottleneckRow(TypedDict):
 
     source: str  # file, or "the compiler"
     bound: Bound
-    seconds: Seconds  # fitted, of all steps
+    seconds: Seconds  # of all steps
     share: float  # of all kernels
 
 
@@ -160,13 +182,14 @@ class Plan(TypedDict):
     fits: bool
     fit: str  # what it needs, or what would fit
     facts: dict[str, Any]  # the fields of jspeed.plan.target.DataSheet, each with its source
-    fractions: dict[str, float]  # of the peak that is assumed to be reached
+    constants: list[dict[str, Any]]  # of the cost model: name, value, source
     calibration: list[dict[str, Any]]  # :func:`jspeed.plan.predict.calibration`
     stages: list[StagePlan]
     predicted_step_ms: MillisecondRange  # the mean over all steps
     predicted_seconds: list[Seconds]  # low and high, of the run
-    fitted_seconds: Seconds  # of the run
-    second_opinion: dict[str, float] | None  # of the run, as of a stage
+    expected_seconds: Seconds  # of the run
+    terms: list[TermRow]  # largest first
+    guessed: float  # share of the seconds that are guesses
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
     # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked
@@ -206,5 +229,5 @@ class Traffic(MicroBatch):
     flops: FLOPs
     peak_bytes: Bytes
     roofline_ms: Milliseconds
-    fitted_ms: Milliseconds
+    expected_ms: Milliseconds
     lines: list[LineRow]  # most bytes first

@@ -55,7 +55,7 @@ class DataSheet(NamedTuple):
     dollars_per_hour: float
     peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
     sources: dict[str, str]
-    # of these rates that kernels reach, where they were measured; else predict.FRACTIONS
+    # of these rates that kernels reach, where they were measured; else assumed.FRACTIONS
     fractions: dict[str, float] = {}
 
 

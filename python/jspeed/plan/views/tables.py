@@ -113,13 +113,15 @@ def tables(plan: Plan) -> Iterator[Table]:
         "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.",
     )
     yield by_stage(plan, "kernels", "kernels")
+    rows = [
+        {"term": row["term"], "seconds": row["seconds"], "share": f"{row['share']:.1%}",
+         "guessed": f"{row['guessed']:.1%}"}
+        for row in plan["terms"]
+    ]  # fmt: skip
+    yield listing("seconds by term", rows, "Guessed: share of the run that nobody has measured.")
     yield collectives(plan)
     yield listing("predictions against measured steps", plan["calibration"])
-    rows = [
-        {"kind": kind.replace("_", " "), "share": percent(share, 1)}
-        for kind, share in plan["fractions"].items()
-    ]
-    yield listing("assumed fraction of the peak", rows)
+    yield listing("numbers of the cost model", plan["constants"])
     facts, sources = plan["facts"], plan["facts"]["sources"]
     rows = [
         {"fact": name.replace("_", " "), "value": text("", value), "source": sources.get(name)}

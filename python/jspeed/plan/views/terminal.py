@@ -21,7 +21,7 @@ from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import describe
 from jspeed.run.console import opening
 
-PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
+PAGE_ONLY = ("matmuls", "numbers of the cost model", "facts of the device")
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
@@ -45,17 +45,12 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     print_table(console, tables.stages(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step,"
-        f" {tables.range_text(made['predicted_seconds'], 's')} to the target (fitted"
-        f" {tables.number(made['fitted_seconds'])} s), ${cost['low']:.2f} to ${cost['high']:.2f} at"
-        f" ${cost['per_device_hour']:.2f} per device-hour"
+        f" {tables.range_text(made['predicted_seconds'], 's')} to the target (expected"
+        f" {tables.number(made['expected_seconds'])} s), ${cost['low']:.2f} to"
+        f" ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
     )
-    if opinion := made["second_opinion"]:
-        seconds = opinion["seconds"] + opinion["empty_blocks"]
-        guessed = (opinion["guessed"] + opinion["empty_blocks"]) / seconds
-        console.print(
-            "second opinion, by kernel times that others measured, with nothing fitted:"
-            f" {tables.number(seconds)} s; {guessed:.0%} of them are guesses"
-        )
+    made_of = (f"{row['term']} {row['share']:.0%}" for row in made["terms"])
+    console.print(f"seconds by term: {', '.join(made_of)}; {made['guessed']:.0%} are guesses")
     largest = (
         f"{row['source']}, {row['bound']}-bound: {row['seconds']:.1f} s ({row['share']:.0%})"
         for row in made["bottlenecks"][:3]
@@ -146,7 +141,7 @@ def print_traffic(moved: Traffic, console: Console) -> None:
     console.print(
         f"{moved['recipe']} on {moved['target']}: {moved['bytes'] / 1e9:.1f} GB and"
         f" {moved['flops'] / 1e12:.2f} TFLOP in {moved['kernels']} kernels,"
-        f" {moved['roofline_ms']:.1f} ms (fitted {moved['fitted_ms']:.1f}),"
+        f" {moved['roofline_ms']:.1f} ms (expected {moved['expected_ms']:.1f}),"
         f" {moved['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {tables.micro_batch(moved)}"
     )
     note = "One device, the last stage's step; seconds of the roofline; collectives are left out."
