@@ -19,6 +19,7 @@ from jspeed.recipes import known_recipes
 from jspeed.record import sizes
 from jspeed.record.schema import count_parameters
 from jspeed.run.check_recipe import check_recipe
+from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
 from .toys import ALIKE, TOYS, matmul_parameters
@@ -181,7 +182,7 @@ def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
     ctx = context(recipe, 16)
-    loss_BT = jax.jit(lambda p, t: recipe.loss(p, t[:, :-1], t[:, 1:], jnp.ones((2, 16)), ctx)[1])(
+    loss_BT = jax.jit(lambda p, t: score.losses(recipe, p, t[:, :-1], t[:, 1:], ctx))(
         params, tokens
     )
     vocabulary = params["embed"].shape[0]

@@ -7,7 +7,7 @@ from jspeed.record.sizes import is_matrix
 TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=12"]
 TINY += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
 GPT2 = ["VOCAB=272", "BOS=5"]
-LARGE = [*TINY, *GPT2, "COMPUTE=float32", "EVAL_CHUNK=12"]
+LARGE = [*TINY, *GPT2, "COMPUTE=float32"]
 DEEP = [
     *LARGE,
     "LAYERS=4",
@@ -30,7 +30,6 @@ STAGED = [
     "COMPUTE=float32",
     "EVAL_LEN=24",
     "EVAL_TOKENS=240",
-    "EVAL_CHUNK=12",
     "LAYERS=3",
 ]
 STAGED += [
@@ -75,14 +74,13 @@ TOYS = {
         "LANE_LEN=16",
         "STEPS=12",
         "EVAL_TOKENS=160",
-        *LARGE[-4:],
+        *LARGE[-3:],
     ],
     "nanogpt": [
         *TINY[:3],
         *TINY[4:],
         "VOCAB=272",
         "COMPUTE=float32",
-        "EVAL_CHUNK=12",
         "WARMUP=4",
         "COOLDOWN=12",
     ],
@@ -105,7 +103,7 @@ TOYS = {
 }
 
 TOYS["r92"] = [
-    *STAGED[:10],
+    *STAGED[:9],
     "LAYERS=6",
     "ATTENDING=(0,4,1,5)",
     "PAIRED_LAYERS=(0,)",
@@ -159,7 +157,7 @@ TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
 TOYS["jspeed3"] = [
-    *(field for field in TOYS["r92"] if not field.startswith("EVAL_CHUNK")),
+    *TOYS["r92"],
     "COPY=271",
     "POINTER_WIDTH=4",
     "POINTER_WINDOWS=(16,12)",

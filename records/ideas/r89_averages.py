@@ -108,7 +108,6 @@ EVAL_EVERY = 250
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 STARTS, TOTAL = (0, *accumulate(STEPS)), sum(STEPS)
 ATTENDING, LAST = tuple(layer for layer in range(LAYERS) if layer != NO_ATTENTION), LAYERS - 1
@@ -313,23 +312,21 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane."""
+    """Return (weighted sum of all targets' losses over a lane, loss of every token in nats)."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
-    if ctx.training:
-        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
-        shares = jnp.stack(
-            [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
+    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
+    shares = jnp.stack(
+        [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
+    )
+    targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
+        prefixes, share = (
+            jnp.asarray(gpt2_prefixes(BOS, VOCAB)),
+            through(PREFIX_SHARE)(ctx.step),
         )
-        targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
-        if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
-            prefixes, share = (
-                jnp.asarray(gpt2_prefixes(BOS, VOCAB)),
-                through(PREFIX_SHARE)(ctx.step),
-            )
-            targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
+        targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
     x_BTD = hidden(params, tokens_BT, ctx)
-    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
+    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk)
 
 
 def optimizer() -> optax.GradientTransformation:

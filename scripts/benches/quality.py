@@ -41,11 +41,11 @@ WIDTH = [
     "COMPUTE=float32",
     f"EVAL_TOKENS={VAL_TOKENS}",
 ]
-ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576", "EVAL_CHUNK=576"]
+ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576"]
 # Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. Batches shrink
 # more than the number of steps, because schedules count updates. They are evaluated in long rows,
 # of which few begin in the middle of a document.
-LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=4608", "EVAL_CHUNK=576"]
+LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=4608"]
 PACKED = [*LANES, "LANE_LEN=576", "MAX_DOCS=48"]
 STAGED = [
     *LANES,
@@ -82,7 +82,6 @@ COPIES = [
     f"COLUMNS=(832,832,832,1168,2000,{VOCAB + 8},{VOCAB + 8})",
 ]
 SETS["jspeed3"] = [*SETS["r92"], *COPIES, "POINTER_WIDTH=64"]
-SETS["jspeed3"].remove("EVAL_CHUNK=576")  # the trainer scores it, in chunks of its own
 BEGINNING = 256  # only the first 256 tokens of each document are used, for training and validation
 IN_STEPS = (
     "STEPS",

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,6 +17,9 @@ from jspeed.model import fp8
 from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
 from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
+from jspeed.recipe import Context
+from jspeed.recipes import r29
+from jspeed.run.compute import score
 
 from .custom_calls import custom_calls
 
@@ -36,38 +40,34 @@ def compiled(
     *,
     rows=1,
     chunk=None,
-    gradient=True,
     sampled=None,
-    canonical=False,
     kept_at=None,
 ):
-    """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x
+    """Compile the loss and gradients of ``tokens`` in ``rows`` rows, weighed as a step of 8 x
     ``tokens`` is.
 
     ``sampled``: how many tokens of the vocabulary are scored exactly, 1 in how many of the others,
-    by what order, and for how many groups. ``canonical``: what is impossible after the token before
-    each target has no probability.
+    by what order, and for how many groups.
     """
 
-    def loss(x, w, targets, *after):
+    def loss(x, w, targets):
         weights = jnp.full(targets.shape, 1 / (8 * tokens), jnp.float32)
         arguments = partial(fp8.head, scales=scales), w, x, targets, weights
         if sampled:
             return sampled_cross_entropy(
                 *arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk
             )
-        return cross_entropy(*arguments, cap=cap, chunk=chunk, after=after or None, kept_at=kept_at)
+        return cross_entropy(*arguments, cap=cap, chunk=chunk, kept_at=kept_at)
 
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+    x = array(device, (rows, tokens // rows, WIDTH), jnp.bfloat16)
+    w = array(device, (VOCAB, WIDTH), jnp.float32)
+    targets = array(device, (rows, tokens // rows), jnp.int32)
+    function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return jax.jit(function).lower(x, w, targets).compile(compiler_options=options_for("cuda"))
 
-    x = array((rows, tokens // rows, WIDTH), jnp.bfloat16)
-    w, targets = array((VOCAB, WIDTH), jnp.float32), array((rows, tokens // rows), jnp.int32)
-    function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True) if gradient else loss
-    after = (targets, array((VOCAB, VOCAB // 8), jnp.uint8)) if canonical else ()
-    return (
-        jax.jit(function).lower(x, w, targets, *after).compile(compiler_options=options_for("cuda"))
-    )
+
+def array(device, shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
 
 def made(program, size):
@@ -166,11 +166,21 @@ def test_chunks_share_memory(device):
 
 @pytest.mark.parametrize("canonical", [False, True])
 def test_evaluation_of_a_long_row(device, canonical):
-    """Bits of what is impossible are unpacked where logits are summed: no array of them is
-    written."""
-    program = compiled(
-        device, 262_144, None, sigmoid_cap(15.0), chunk=16_384, gradient=False, canonical=canonical
-    )
-    size = 16_384 * VOCAB
-    assert made(program, size) == {"bf16": 1}
-    assert program.memory_analysis().temp_size_in_bytes < 1.1 * 2 * size
+    """The trainer's score. Bits of what is impossible are unpacked where logits are summed: no
+    array of them is written."""
+    state = {name: r29.RECIPE.parameters["head"] for name in ("x", "head")}
+    recipe = replace(r29.RECIPE, parameters=state, hidden=lambda params, *_: params["x"])
+
+    def evaluation(x, w, tokens, impossible):
+        ctx = Context(recipe.stages[-1], training=False, impossible=impossible)
+        return score.losses(recipe, {"x": x, "head": w}, tokens, tokens, ctx)
+
+    x = array(device, (1, 262_144, WIDTH), jnp.bfloat16)
+    tokens = array(device, (1, 262_144), jnp.int32)
+    w = array(device, (VOCAB, WIDTH), jnp.bfloat16)
+    bits = array(device, (VOCAB, VOCAB // 8), jnp.uint8) if canonical else None
+    lowered = jax.jit(evaluation).lower(x, w, tokens, bits)
+    program = lowered.compile(compiler_options=options_for("cuda"))
+    size = score.LOGITS // recipe.data.vocab_size * VOCAB
+    assert made(program, size) == {"bf16": 1, "f32": 1}  # raw, and softcapped
+    assert program.memory_analysis().temp_size_in_bytes < 1.05 * 6 * size

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.layers import dropout, row_keys
 from jspeed.recipe import Context, init_parameters
+from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import mesh_of
@@ -72,14 +73,17 @@ def test_a_recipe_drops_in_training_and_not_in_evaluation():
     params = init_parameters(with_it.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
 
-    def losses(recipe, **now):
-        ctx = Context(recipe.stages[0], **now)
-        return np.asarray(
-            jax.jit(lambda p: recipe.loss(p, tokens, tokens, jnp.ones((2, 16)), ctx)[1])(params)
-        )
+    def trained_at(step):
+        ctx = Context(with_it.stages[0], training=True, step=step)
+        ones = jnp.ones((2, 16))
+        return jax.jit(lambda p: with_it.loss(p, tokens, tokens, ones, ctx)[1])(params)
 
-    evaluated = losses(with_it, training=False)
-    np.testing.assert_array_equal(evaluated, losses(with_it, training=False, step=7))
-    np.testing.assert_array_equal(evaluated, losses(without, training=False))
-    trained = [losses(with_it, training=True, step=step) for step in (0, 1)]
+    def evaluated_in(recipe, **now):
+        ctx = Context(recipe.stages[0], training=False, **now)
+        return np.asarray(jax.jit(lambda p: score.losses(recipe, p, tokens, tokens, ctx))(params))
+
+    evaluated = evaluated_in(with_it)
+    np.testing.assert_array_equal(evaluated, evaluated_in(with_it, step=7))
+    np.testing.assert_array_equal(evaluated, evaluated_in(without))
+    trained = [np.asarray(trained_at(step)) for step in (0, 1)]
     assert np.all(trained[0] != evaluated) and np.all(trained[0] != trained[1])

@@ -8,7 +8,6 @@ import pytest
 
 from jspeed.model import fp8
 from jspeed.model.losses import (
-    UNLIKELY,
     asymmetric_cap,
     cross_entropy,
     look_ahead,
@@ -279,47 +278,3 @@ def test_nothing_of_logits_size_is_saved(case):
 
     leaves = jax.tree.leaves(jax.eval_shape(saved, params, x))
     assert leaves and all(leaf.size <= params["w"].size for leaf in leaves)
-
-
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("known", [40, 24])  # ids that the bits are of: all, or fewer
-def test_what_is_impossible_has_no_probability(case, cap, chunk, known):
-    params, x, targets, weights = case
-    rng = np.random.default_rng(1)
-    bits = np.zeros((40, 40), bool)
-    bits[:, :known] = rng.uniform(size=(40, known)) < 0.4
-    tokens, targets = (
-        jnp.asarray(rng.integers(0, 40, size=(3, 10), dtype=np.int32)),
-        targets % known,
-    )
-    impossible = jnp.asarray(np.packbits(bits[:, :known], axis=1, bitorder="little"))
-
-    @jax.jit
-    def ours(impossible):
-        after = tokens, impossible
-        return cross_entropy(
-            head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk, after=after
-        )
-
-    (total, loss), (_, plain) = ours(impossible), ours(None)
-    z = BENDS[cap](np.asarray(head(params, x), np.float64))[0]
-    ruled_out = bits[np.asarray(tokens)]
-    possible = np.where(ruled_out, -np.inf, z)
-    highest = z.max(-1) if CAPS[cap] is None else np.full(z.shape[:2], CAPS[cap].bound)
-    partition = np.log(np.exp(possible - highest[..., None]).sum(-1)) + highest
-    hit = np.take_along_axis(ruled_out, np.asarray(targets)[..., None], -1)[..., 0]
-    own = np.where(
-        hit, highest - UNLIKELY, np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0]
-    )
-    assert hit.any() and not hit.all()
-    np.testing.assert_allclose(loss, partition - own, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(total, np.sum(np.asarray(weights) * np.asarray(loss)), rtol=1e-5)
-    assert np.all(np.asarray(loss)[~hit] <= np.asarray(plain)[~hit] + 1e-6)
-    # With the impossible ones so far below, all probabilities add up to one.
-    p = np.exp(np.where(ruled_out, highest[..., None] - UNLIKELY, z) - partition[..., None])
-    np.testing.assert_allclose(p.sum(-1), 1, atol=1e-12)
-
-
-def test_record_91_set_impossible_logits_to_minus_60():
-    assert asymmetric_cap(23.0, 5.0, 7.5).bound - UNLIKELY == -60

@@ -15,7 +15,7 @@ from jspeed.data import TokenLoader, find_split
 from jspeed.optim.muon import MuonState
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipe import Context, Recipe, Stage, init_parameters
-from jspeed.run.compute import program, step
+from jspeed.run.compute import program, score, step
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 
@@ -86,7 +86,7 @@ class Forward:
         self._programs: dict[Any, Any] = {}
 
     def losses(self, ctx: Context, params: Tree, tokens: np.ndarray) -> np.ndarray:
-        """Loss of every token of ``tokens`` (``[B, T + 1]``)."""
+        """Loss of every token of ``tokens`` (``[B, T + 1]``), in evaluation by the trainer."""
         return np.asarray(self._call(False, ctx, params, tokens)[1])
 
     def gradients(self, ctx: Context, params: Tree, tokens: np.ndarray) -> Tree:
@@ -99,6 +99,8 @@ class Forward:
 
         def mean(params: Tree, tokens: Any, windows: Any) -> Any:
             at = replace(ctx, stage=replace(ctx.stage, windows=windows)) if self.alike else ctx
+            if not at.training:
+                return None, score.losses(self.recipe, params, tokens[:, :-1], tokens[:, 1:], at)
             return self.recipe.loss(params, tokens[:, :-1], tokens[:, 1:], weights, at)
 
         stage = replace(ctx.stage, windows=(), steps=1) if self.alike else ctx.stage

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.recipe import Context, Recipe
-from jspeed.run.compute import program
+from jspeed.run.compute import program, score
 from jspeed.run.compute.device import device_of
 
 from .original import Original, Rank
@@ -173,8 +173,7 @@ class Ours:
     def evaluated(self, params: Tree, tokens: np.ndarray) -> np.ndarray:
         """Each token's loss as the last validation has it."""
         ctx = program.eval_context(self.recipe, device_of(one_device()))
-        weights = jnp.ones(tokens[:, 1:].shape)
-        run = jax.jit(lambda p, t: self.recipe.loss(p, t[:, :-1], t[:, 1:], weights, ctx)[1])
+        run = jax.jit(lambda p, t: score.losses(self.recipe, p, t[:, :-1], t[:, 1:], ctx))
         return np.asarray(run(params, jnp.asarray(tokens, jnp.int32)))
 
 

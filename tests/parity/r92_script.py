@@ -118,7 +118,6 @@ class Size:
         fields |= {
             "EVAL_LEN": self.eval_len,
             "EVAL_TOKENS": 2 * WORLD * self.eval_len,
-            "EVAL_CHUNK": self.eval_len,
         }
         fields |= {"COMPUTE": "float32", "FP8": "off", "OWN_KERNELS": "off"}
         return [f"{name}={value}" for name, value in fields.items()]

@@ -21,6 +21,7 @@ from jspeed.optim.schedules import jumps, through
 from jspeed.recipes import r92
 from jspeed.record import sizes
 from jspeed.run.check_recipe import check_recipe
+from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
 from ..model import dense
@@ -274,7 +275,7 @@ def test_cadences_that_do_not_fit_are_refused():
         check_recipe(recipe)
 
 
-def test_canonical_evaluation(monkeypatch):
+def test_canonical_evaluation():
     """By one field: impossible logits are -60 after the cap, in what the losses say."""
     found = find("r92", [*TOYS["r92"], "CANONICAL=True"], trace=False).recipe
     assert found.canonical and not r92.RECIPE.canonical
@@ -282,8 +283,8 @@ def test_canonical_evaluation(monkeypatch):
     x_BTD, head_VD = (
         jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 24, 32), (272, 32))
     )
-    names = found.loss.__globals__
-    monkeypatch.setitem(names, "hidden", lambda params, tokens_BT, ctx: x_BTD)
+    parameters = {"head": found.parameters["head"]}
+    given = dataclasses.replace(found, parameters=parameters, hidden=lambda *_: x_BTD)
     tokens = rng.integers(0, 272, size=(2, 25))
     bits = rng.uniform(size=(384, 384)) < 0.3
     bits[tokens[:, :-1], tokens[:, 1:]] = False
@@ -291,9 +292,9 @@ def test_canonical_evaluation(monkeypatch):
     losses = []
     for known in (None, impossible):
         ctx = r.Context(found.stages[-1], training=False, impossible=known)
-        arguments = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.ones((2, 24)), ctx
-        losses.append(np.asarray(found.loss({"head": head_VD}, *arguments)[1], np.float64))
-    z = np.asarray(found.forward({"head": head_VD}, arguments[0], ctx), np.float64)
+        arguments = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), ctx
+        losses.append(np.asarray(score.losses(given, {"head": head_VD}, *arguments), np.float64))
+    z = np.asarray(found.logits({"head": head_VD}, x_BTD, ctx), np.float64)
     assert 0 < z.min() and z.max() < 23
     z = np.where(bits[tokens[:, :-1]][..., :272], -60.0, z)
     own = np.take_along_axis(z, tokens[:, 1:, None], -1)[..., 0]

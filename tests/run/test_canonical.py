@@ -37,7 +37,6 @@ from jspeed.recipe import Data, ParamSpec, Recipe, Stage
 
 VOCAB = 50_304
 CANONICAL = True
-EVAL_CHUNK = 12
 CAP = sigmoid_cap(15.0)
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, 4), ("token", "model"), initializers.normal(1.0), "all"),
@@ -54,9 +53,8 @@ def forward(params, tokens_BT, ctx):
 
 
 def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
-    chunk = None if ctx.training else EVAL_CHUNK
     arguments = logits, params["head"], params["embed"][tokens_BT], targets_BT, weights_BT
-    return cross_entropy(*arguments, cap=CAP, chunk=chunk, after=(tokens_BT, ctx.impossible))
+    return cross_entropy(*arguments, cap=CAP)
 
 
 RECIPE = Recipe(

@@ -13,10 +13,6 @@ from jspeed.model.fp8 import E4M3_MAX
 
 Head = Callable[[Any, jax.Array], jax.Array]
 
-UNLIKELY = 83.0
-"""How far, in nats, an impossible id is below the highest logit: record 91's -60 under its cap of
-23."""
-
 
 @dataclass(frozen=True)
 class Softcap:
@@ -92,7 +88,6 @@ def cross_entropy(
     cap: Softcap | None,
     chunk: int | None = None,
     copies: Copies | None = None,
-    after: tuple[jax.Array, jax.Array | None] | None = None,
     kept_at: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
@@ -117,10 +112,6 @@ def cross_entropy(
     With ``copies`` the loss of the first target is :func:`mixed_loss`, which has a gradient with
     respect to them.
 
-    ``after``: (the token before each target ``[B, T]``, ``Context.impossible``), in an evaluation.
-    Where there are bits of what cannot follow, the softmax is over the other ids, and the logit of
-    an id that can not is ``UNLIKELY`` below the highest, which no target of canonical tokens meets.
-
     ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1,
     and so rounded they make loss and gradient: half of the bytes of bf16, which an FP8 matmul of
     cuBLASLt writes itself.
@@ -133,10 +124,6 @@ def cross_entropy(
             [targets_BTN, jnp.full_like(targets_BTN[..., :1], copies.id)], axis=-1
         )
         weights_BTN = jnp.concatenate([weights_BTN, jnp.zeros_like(weights_BTN[..., :1])], axis=-1)
-    if after and after[1] is not None:
-        return _evaluated(
-            head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, *after
-        )
     how = head, cap, chunk, kept_at
     return _cross_entropy(*how, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
@@ -171,28 +158,11 @@ def with_prefix(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _cross_entropy(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
-    return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
-
-
-def _evaluated(
-    head,
-    cap,
-    chunk,
-    head_params,
-    x_BTD,
-    copied,
-    targets_BTN,
-    weights_BTN,
-    tokens_BT=None,
-    impossible_VW=None,
-):
-    def of_chunk(_, x_BtD, targets_BtN, tokens_Bt, *copied_Bt):
-        impossible_BtW = None if impossible_VW is None else impossible_VW[tokens_Bt]
-        loss_BtN = _loss(head(head_params, x_BtD), targets_BtN, cap, impossible_BtW)[0]
+    def of_chunk(_, x_BtD, targets_BtN, *copied_Bt):
+        loss_BtN = _loss(head(head_params, x_BtD), targets_BtN, cap)[0]
         return None, _mix(loss_BtN, copied_Bt)[0]
 
-    before_BT = targets_BTN[..., 0] if tokens_BT is None else tokens_BT
-    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, before_BT, *copied), chunk)[1]
+    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *copied), chunk)[1]
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
@@ -244,32 +214,11 @@ def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):
     return loss_BTN.at[..., 0].set(mixed_BT), pull_mix
 
 
-def _loss(
-    logits_BTV: jax.Array,
-    targets_BTN: jax.Array,
-    cap: Softcap | None,
-    impossible_BTW: jax.Array | None = None,
-):
+def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None):
     """Return (loss of each target, shift, sum); log-sum-exp is shift + log(sum)."""
-    counts_BTV = (
-        None if impossible_BTW is None else 1.0 - ruled_out(impossible_BTW, logits_BTV.shape[-1])
-    )
-    shift_BT, sum_BT = partition_sum(cap, (logits_BTV, counts_BTV))
+    shift_BT, sum_BT = partition_sum(cap, (logits_BTV, None))
     target_BTN = jnp.take_along_axis(logits_BTV, targets_BTN, axis=-1)
-    loss_BTN = loss_of(target_BTN, shift_BT, sum_BT, cap)
-    if impossible_BTW is not None:
-        byte_BTN = jnp.take_along_axis(impossible_BTW, targets_BTN // 8, axis=-1)
-        bit_BTN = byte_BTN >> (targets_BTN % 8).astype(jnp.uint8) & 1
-        loss_BTN = jnp.where(bit_BTN == 1, jnp.log(sum_BT)[..., None] + UNLIKELY, loss_BTN)
-    return loss_BTN, shift_BT, sum_BT
-
-
-def ruled_out(impossible_BTW: jax.Array, size: int) -> jax.Array:
-    """Return the bits of rows of ``Context.impossible``: fp32 ``[B, T, size]``, 1 for an id that
-    cannot follow."""
-    return jnp.unpackbits(impossible_BTW, axis=-1, count=size, bitorder="little").astype(
-        jnp.float32
-    )
+    return loss_of(target_BTN, shift_BT, sum_BT, cap), shift_BT, sum_BT
 
 
 def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -19,7 +19,7 @@ from jax.nn import initializers
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.fp8 import matmul
 from jspeed.model.layers import relu_squared, rms_norm, rotary
-from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
+from jspeed.model.losses import sigmoid_cap, softcap
 from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
 from jspeed.optim.muon import muon
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
@@ -118,15 +118,13 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training both are estimates from a sample of tokens."""
+    """Return (weighted sum, loss of every token in nats), estimates from a sample of tokens."""
     x_BTD = hidden(params, tokens_BT, ctx)
     arguments = head, params["head"], x_BTD, targets_BT, weights_BT
     cap = sigmoid_cap(SOFTCAP)
-    if ctx.training:
-        sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, by_frequency(params["counts"]))
-        total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=cap, chunk=LOSS_CHUNK)
-        return count(total, params["counts"], targets_BT, weights_BT), loss_BT
-    return cross_entropy(*arguments, cap=cap, chunk=LOSS_CHUNK)
+    sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, by_frequency(params["counts"]))
+    total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=cap, chunk=LOSS_CHUNK)
+    return count(total, params["counts"], targets_BT, weights_BT), loss_BT
 
 
 def falling(peak: float) -> optax.Schedule:

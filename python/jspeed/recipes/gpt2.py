@@ -48,7 +48,6 @@ TARGET_LOSS = 3.2  # nats per token, of Shakespeare
 EVAL_EVERY = 5
 EVAL_TOKENS = 32_768
 EVAL_LEN = LANE_LEN
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 SIZES = {
     "124M": (12, 12, 768),
@@ -143,10 +142,9 @@ def loss(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=ctx.head_chunk
     )
 
 

@@ -49,7 +49,6 @@ TARGET_LOSS = 3.28  # nats per token
 EVAL_EVERY = 250
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 1024
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 normal = initializers.normal(INIT_STD)
 residual = initializers.normal(INIT_STD / (2 * LAYERS) ** 0.5)
@@ -131,10 +130,9 @@ def loss(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=ctx.head_chunk
     )
 
 

@@ -59,7 +59,6 @@ TARGET_LOSS = 1.47  # nats per character
 EVAL_EVERY = 250
 EVAL_TOKENS = 111_488
 EVAL_LEN = 256
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 MLP_WIDTH = swiglu_width(WIDTH)
 
@@ -148,10 +147,9 @@ def loss(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk
+        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=ctx.head_chunk
     )
 
 

@@ -75,7 +75,6 @@ TARGET_LOSS = 3.28  # nats per token
 EVAL_EVERY = 125
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 # std 0.5 / sqrt(fan_in)
 scaled = initializers.variance_scaling(
@@ -185,13 +184,14 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
     scales = HEAD_SCALES if ctx.use_fp8(FP8) else None
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
 
     def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return fp8.matmul(x_BTD, head_VD, scales)
 
-    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
+    return cross_entropy(
+        head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+    )
 
 
 def falling(peak: float) -> optax.Schedule:

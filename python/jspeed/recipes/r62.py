@@ -97,7 +97,6 @@ EVAL_EVERY = 250
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 STARTS = (0, *accumulate(STEPS))
 ATTENDING = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
@@ -238,19 +237,16 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
-    over a lane."""
+    """Return (weighted sum of all targets' losses over a lane, loss of every token in nats)."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
-    if ctx.training:
-        # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
-        # over a lane.
-        shares = jnp.stack(
-            [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
-        )
-        targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
+    # over a lane.
+    shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+    targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     x_BTD = hidden(params, tokens_BT, ctx)
-    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
+    return cross_entropy(
+        head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+    )
 
 
 def optimizer() -> optax.GradientTransformation:

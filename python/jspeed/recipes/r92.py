@@ -160,7 +160,6 @@ EVAL_EVERY = 250
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 # as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes
 # (91)
 CANONICAL = False
@@ -484,20 +483,10 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets,
-    over a lane, and both are over a part of the vocabulary until the last stages."""
+    """Return (weighted sum of all targets' losses over a lane, loss of every token in nats), both
+    over a part of the vocabulary until the last stages."""
     scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
-    if not ctx.training:
-        x_BTD = hidden(params, tokens_BT, ctx)
-        return score(
-            params["head"],
-            x_BTD,
-            targets_BT,
-            weights_BT,
-            chunk=EVAL_CHUNK,
-            after=(tokens_BT, ctx.impossible),
-        )
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over
     # a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])

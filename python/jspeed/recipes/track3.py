@@ -61,7 +61,6 @@ TARGET_LOSS = 3.28  # nats per token
 EVAL_EVERY = 125
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 1024
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 scaled = initializers.variance_scaling(
     INIT_VARIANCE, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
@@ -150,10 +149,11 @@ def loss(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
-    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
     head_params = {name: params[name] for name in ("head", "head_bias")}
-    return cross_entropy(head, head_params, x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
+    return cross_entropy(
+        head, head_params, x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+    )
 
 
 def falling(peak: float) -> optax.Schedule:
