@@ -334,7 +334,9 @@ def compile_and_warm_up(
         with clock.section("warm-up"), output.waiting(console, "warming up"):
             initial = checksum(program.init(options.seed))
             validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
-            if warm_up_fits(program, recipe, mesh, validation):
+            # Evaluations are off the clock: without a limit of memory their first is soon enough.
+            tried = validation.evaluated if checked.device.memory else ()
+            if warm_up_fits(program, recipe, mesh, *tried):
                 return program, validation, initial, checked
         checked = checked.with_device(memory=program.need - 1)
         output.notes(
@@ -343,14 +345,12 @@ def compile_and_warm_up(
         )
 
 
-def warm_up_fits(
-    program: Program, recipe: Recipe, mesh: Mesh, validation: evaluate.ValidationSet
-) -> bool:
+def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
     """Warm up; return False, on all processes, where one runs out of memory that no other waits for
     in a collective."""
     failure = None
     try:
-        warm_up(program, recipe, mesh, *validation.evaluated)
+        warm_up(program, recipe, mesh, *evaluated)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise

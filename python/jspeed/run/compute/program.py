@@ -461,8 +461,9 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
-    """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls
-    on the first step. ``evaluated``: what an evaluation takes besides parameters."""
+    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
+    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
+    be tried."""
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
@@ -470,5 +471,6 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> No
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     state = program.at_end(state)
-    evaluations = [each for each in (program.evaluate, program.accuracy) if each]
-    jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])
+    if evaluated:
+        evaluations = [each for each in (program.evaluate, program.accuracy) if each]
+        jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])
