@@ -19,7 +19,7 @@ from jspeed.plan.compile import (
     place_on_target,
     with_stage,
 )
-from jspeed.plan.describe import describe_stage
+from jspeed.plan.describe import describe_evaluation, describe_stage
 from jspeed.plan.make import make_plan
 from jspeed.plan.target import parse_target, without_machine_code
 from jspeed.run.find_recipe import find
@@ -37,6 +37,16 @@ def steps_of(mesh, name: str) -> list[Step]:
     recipe, text, needed = compiled(mesh(8), name)
     last = Step(recipe.stages[-1], 1, text, MEMORY | {"peak": needed})
     return [with_stage(last, stage) for stage in recipe.stages[:-1]] + [last]
+
+
+def test_evaluation_of_r29():
+    """No faster than the FLOPs of its matmuls at an H100's 989 TFLOP/s, nor four times slower."""
+    recipe = find("r29").recipe
+    found = describe_evaluation(recipe, place_on_target(recipe, EIGHT, "zero1"))
+    matrices = 44 * 768**2 + 24 * 768 * 3072 + 50304 * 768
+    least = 2 * 10_485_760 / 8 * matrices / 989e12
+    assert least < found["seconds"][0] < 4 * least
+    assert found["fits"] and found["after_the_clock"] == 13
 
 
 def test_flops_of_r29(mesh):

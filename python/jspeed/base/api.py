@@ -212,6 +212,7 @@ NAMES = {
     "jspeed.run.evidence": ("probes",),
     "jspeed.run.evidence.probes": (
         "evaluate_holdout",
+        "evaluations_after",
         "sha256_of_rows",
     ),
     "jspeed.run.evidence.unread": ("evaluate_unread",),

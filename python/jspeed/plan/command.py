@@ -27,6 +27,7 @@ def plan(
     compile: bool = True,
     search_: bool = False,
     bytes_: bool = False,
+    evaluation: bool = False,
     strict: bool = False,
     json_: File | None = None,
     svg: File | None = None,
@@ -55,6 +56,8 @@ def plan(
             first.
         bytes_: Compile the last stage's step alone, and print the bytes it moves by source line,
             most first.
+        evaluation: Compile the evaluation alone, and print its seconds and how many a run makes
+            after its clock has stopped.
         strict: Exit with 1 when a finding is an error, or the recipe does not fit.
         json_: Write the plan as JSON.
         svg: Write a plot of the plan.
@@ -67,7 +70,7 @@ def plan(
 
         from jspeed.parallel.mesh import check_xla_flags, parse_mesh
         from jspeed.plan.compile import place_on_target
-        from jspeed.plan.describe import describe_traffic
+        from jspeed.plan.describe import describe_evaluation, describe_traffic
         from jspeed.plan.estimates import PUBLISHED, abstract_mesh, published
         from jspeed.plan.make import candidates, make_plan, search
         from jspeed.plan.target import missing, parse_target
@@ -94,9 +97,11 @@ def plan(
             if size
             else "--no-compile compiles nothing"
         )
-        refuse(whole | {"--bytes": bytes_, "--json": json_}, why)
+        refuse(whole | {"--bytes": bytes_, "--evaluation": evaluation, "--json": json_}, why)
     elif bytes_:
-        refuse(whole, "--bytes compiles one step alone")
+        refuse(whole | {"--evaluation": evaluation}, "--bytes compiles one step alone")
+    elif evaluation:
+        refuse(whole, "--evaluation compiles the evaluation alone")
     cluster, axes = parse_target(target), parse_mesh(mesh) if mesh is not None else None
     loaded = published(recipe, set) if size else find(recipe, set)
     absent = missing(cluster.target)
@@ -113,6 +118,11 @@ def plan(
         moved = describe_traffic(loaded.recipe, placement)
         terminal.print_traffic(moved, console)
         write_json(json_, moved)
+        return 0
+    if evaluation:
+        scored = describe_evaluation(loaded.recipe, placement)
+        terminal.print_evaluation(scored, console)
+        write_json(json_, scored)
         return 0
     if other := find(against) if against else None:
         beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch)

@@ -1,12 +1,14 @@
 """A compiled step as plain values: a stage of a plan, or the bytes that it moves in device memory
-by source line."""
+by source line; and the evaluation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
+from jspeed.base import compiler
 from jspeed.fields import Stage
-from jspeed.plan import attention, hlo, predict
+from jspeed.plan import attention, cost, hlo, predict
 from jspeed.plan.compile import (
     Step,
     TargetPlacement,
@@ -17,10 +19,21 @@ from jspeed.plan.compile import (
 )
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.measured import terms
-from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
-from jspeed.plan.target import Cluster, pretend
+from jspeed.plan.schema import (
+    BufferRow,
+    CollectiveRow,
+    EvaluationPlan,
+    Kind,
+    LineRow,
+    Pass,
+    StagePlan,
+    Traffic,
+)
+from jspeed.plan.target import Cluster, pretend, without_machine_code
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
+from jspeed.run.compute import program
+from jspeed.run.evidence.probes import evaluations_after
 
 
 def describe_stage(
@@ -154,6 +167,34 @@ def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
         "roofline_ms": stage["roofline_ms"],
         "expected_ms": stage["expected_ms"],
         "lines": by_line(step.kernels, placement.cluster),
+    }
+
+
+def describe_evaluation(recipe: Recipe, placement: TargetPlacement) -> EvaluationPlan:
+    """Compile the evaluation as a run does, and predict it.
+
+    Raises :class:`.compiler.DoesNotFit` where the compiler refuses it.
+    """
+    rows = recipe.eval_tokens // recipe.eval_len
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
+    build = partial(compiler.compiled, device=placement.device, more=without_machine_code())
+    with pretend(placement.cluster.target):
+        _, lowered = program.lower_evaluation(recipe, placement, micro_tokens, rows)
+        need, compiled = compiler.measured(build, lowered)
+    if compiled is None:
+        raise compiler.DoesNotFit(need)
+    longest = recipe.eval_max_doc_len or recipe.eval_len
+    times, _ = predict.simulate(cost.kernels(compiled.as_text(), longest), placement.cluster)
+    after = evaluations_after(rows)
+    return {
+        "recipe": recipe.name,
+        "target": placement.cluster.name,
+        "tokens": rows * recipe.eval_len,
+        "peak_bytes": need,
+        "fits": need <= placement.limit,
+        "seconds": [times.total, times.expected],
+        "after_the_clock": after,
+        "seconds_after_the_clock": [after * times.total, after * times.expected],
     }
 
 

@@ -1,5 +1,5 @@
-"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 3), and of
-``--bytes``.
+"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 3), of
+``--bytes``, and of ``--evaluation``.
 
 Sizes, FLOPs, kernels and times are of one device and one step unless a comment says otherwise.
 """
@@ -231,3 +231,17 @@ class Traffic(MicroBatch):
     roofline_ms: Milliseconds
     expected_ms: Milliseconds
     lines: list[LineRow]  # most bytes first
+
+
+class EvaluationPlan(TypedDict):
+    """What ``--evaluation`` prints and writes; pairs of seconds are without the blocks of attention
+    that find nothing to do, and with as many as documents as long as rows would have."""
+
+    recipe: str
+    target: str
+    tokens: int  # that are scored
+    peak_bytes: Bytes
+    fits: bool
+    seconds: list[Seconds]  # of one evaluation
+    after_the_clock: int  # evaluations that a run makes after its clock has stopped
+    seconds_after_the_clock: list[Seconds]

@@ -15,7 +15,7 @@ from jspeed.base.numbers import size
 from jspeed.parallel.layout import gathered_per_layer
 from jspeed.parallel.mesh import row_shards
 from jspeed.plan.estimates import memory, micro_batching
-from jspeed.plan.schema import Plan, Traffic
+from jspeed.plan.schema import EvaluationPlan, Plan, Traffic
 from jspeed.plan.views import tables
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import describe
@@ -146,6 +146,22 @@ def print_traffic(moved: Traffic, console: Console) -> None:
     )
     note = "One device, the last stage's step; seconds of the roofline; collectives are left out."
     print_table(console, tables.listing("bytes moved", moved["lines"][:40], note))
+
+
+def print_evaluation(scored: EvaluationPlan, console: Console) -> None:
+    """Print :func:`jspeed.plan.describe.describe_evaluation`."""
+    one, all_ = scored["seconds"], scored["seconds_after_the_clock"]
+    console.print(
+        f"{scored['recipe']} on {scored['target']}: an evaluation of {scored['tokens']:,} tokens"
+        f" takes {one[0]:.2f} s and {scored['peak_bytes'] / 1e9:.1f} GB a device;"
+        f" after the clock has stopped a run makes {scored['after_the_clock']}: {all_[0]:.0f} s"
+    )
+    if one[1] > one[0]:
+        console.print(
+            f"at most {one[1]:.2f} s and {all_[1]:.0f} s: blocks of attention that find nothing to"
+            " do, as many as documents as long as rows would have",
+            style="dim",
+        )
 
 
 def print_table(console: Console, table: tables.Table) -> None:

@@ -54,7 +54,7 @@ def causality(
     rng = np.random.default_rng(int(entropy, 16))
     rows = text.rows
     tolerance = REPEATS * float(np.max(np.abs(finite(losses(rows)) - finite(before))))
-    passes = int(np.clip(-(-CUTS // len(rows)), 2, 8))
+    passes = passes_over(len(rows))
     longest = max(lengths_of(rows, text.bos_id))
     leak = 0.0
     moved = np.inf
@@ -80,6 +80,11 @@ def causality(
         "changed": passes * len(rows),
         "entropy": entropy,
     }
+
+
+def passes_over(rows: int) -> int:
+    """Return how often the ends of so many rows are changed."""
+    return int(np.clip(-(-CUTS // rows), 2, 8))
 
 
 def finite(losses: NDArray[np.float32]) -> NDArray[np.float32]:

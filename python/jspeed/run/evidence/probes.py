@@ -84,6 +84,15 @@ def run_all(
     }
 
 
+def evaluations_after(rows: int) -> int:
+    """Return how many evaluations of ``rows`` rows a run makes after its clock has stopped.
+
+    The loss, the losses again, those of causality (unchanged rows, their ends, rows replaced), and
+    the second text.
+    """
+    return 1 + 1 + (1 + causality.passes_over(rows) + 1) + 1
+
+
 def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
     """Return what ``probe`` finds; one that raises has failed under its ``names``, and the run
     keeps its record.
