@@ -37,6 +37,9 @@ PROGRAMS |= {
     "jspeed3": Program("jspeed3"),
     "jspeed3, retrieval": Program("jspeed3", sets=("RETRIEVAL=(2,3,4,6,10)",)),
     "llmc on four": Program("llmc", "h100x4"),
+    "r29, one H100": Program("r29", "h100x1"),
+    "r29, eight A100s": Program("r29", "a100x8"),
+    "tinystories, one H100": Program("tinystories", "h100x1"),
     "r92, H200": Program("r92", "h200x1", ONE_OF_EIGHT, 4),
     "r92, H200, custom kernels off": Program(
         "r92", "h200x1", (*ONE_OF_EIGHT, "OWN_KERNELS=off"), 4
@@ -50,7 +53,12 @@ BEFORE = {
     "llmc": "2,968", "track3": "", "r21": "363", "r29": "166", "r62": "104", "r89": "81.4",
     "r92": "41.0", "jspeed3": "34.1", "jspeed3, retrieval": "28.5 (848 steps)",
 }  # fmt: skip
-SAID: tuple[str, ...] = ()
+# Shares of r92's steps that jspeed3 needs: measured at full size (PR 379, the pointer, n = 8),
+# and what races at width 128 allow (benchmarks/quality.md).
+STEPS = {
+    "jspeed3": {"at full size (PR 379)": 0.88, "races at width 128, the recipe": 0.86},
+    "jspeed3, retrieval": {"at full size, the pointer alone": 0.88, "races at width 128": 0.71},
+}
 
 
 def plans(only: str | None = None) -> None:
@@ -164,11 +172,25 @@ def near_gradients(kernel: Kernel, lane: int, longest: int | None) -> Kernel:
     return kernel._replace(instruction=op, flops=flops, seen=attention.seen_of(op, flops, longest))
 
 
+def with_fast_sums(kernel: Kernel, lane: int, longest: int | None) -> Kernel:
+    """FP8 matmuls with fast accumulation."""
+    op = kernel.instruction
+    return kernel._replace(instruction=op._replace(attributes=op.attributes.replace("HIGHEST", "")))
+
+
+def as_cublas(kernel: Kernel, lane: int, longest: int | None) -> Kernel:
+    """A custom FP8 matmul that is as fast as cuBLAS's."""
+    op = kernel.instruction._replace(target="__cublas$lt$matmul")
+    return kernel._replace(instruction=op) if kernel.kind == "fp8_matmul" else kernel
+
+
 VARIANTS: dict[str, dict[str, Callable[[Kernel, int, int | None], Kernel]]] = {
     "r92": {
         ", FP8 backward off": without_fp8_backward,
         ", FP8 down off": without_fp8_down,
         ", gradient windows": near_gradients,
+        ", fast sums": with_fast_sums,
+        ", custom FP8 matmuls as fast as cuBLAS's": as_cublas,
     }
 }
 
@@ -295,7 +317,23 @@ def page(figures: Mapping[str, Any]) -> Iterator[str]:
             )
     yield from (
         "",
-        *SAID,
+        "Steps of jspeed3 are evidence of two kinds. A model of width 128 copies worse by itself,"
+        " so the first is the headline:",
+        "",
+        "| program | steps, of r92's | seconds |",
+        "|---|---|---|",
+    )
+    for name, shares in STEPS.items():
+        for why, share in shares.items() if name in figures else ():
+            total = seconds(figures, name).ms * share * seconds(figures, "r92").steps / 1e3
+            low, high = predict.predicted_range(total, h100)
+            yield f"| `{name}` | {share}: {why} | {total:.1f} ({low:.1f} to {high:.1f}) |"
+    yield from ("", "| other | seconds | ms a step |", "|---|---|---|")
+    for name in PROGRAMS:
+        if name in figures and (", one" in name or ", eight" in name):
+            found = seconds(figures, name)
+            yield f"| {name} | {found.seconds:,.0f} | {found.ms:,.1f} |"
+    yield from (
         "",
         "## Published programs",
         "",
@@ -325,6 +363,17 @@ def page(figures: Mapping[str, Any]) -> Iterator[str]:
             f"| {one.what} | {one.measured:.{digits}f}{unit} | {one.planned:.{digits}f}{unit} |"
             f" {one.error:+.1%} | {one.why} |"
         )
+    yield from (
+        "",
+        "## Levers of r92, by what kernels take",
+        "",
+        "| lever | seconds |",
+        "|---|---|",
+    )
+    yield f"| as it is | {seconds(figures, 'r92').seconds:.2f} |"
+    for name in (", fast sums", ", custom FP8 matmuls as fast as cuBLAS's", ", gradient windows"):
+        if "r92" + name in figures:
+            yield f"| {name[2:]} | {seconds(figures, 'r92' + name).seconds:.2f} |"
     yield from (
         "",
         "## What r92's seconds are made of",
