@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from jspeed.cli import satellites
 from jspeed.recipes import known_recipes
 
 from .minimal_venv import closure, minimal_venv, variables
@@ -87,7 +88,8 @@ def imports(path: Path) -> set[str]:
 def needed() -> list[str]:
     """The modules that a training process may import, of jspeed and of others, from its commands
     on."""
-    todo = ["jspeed.cli.main", "jspeed.cli.run", "jspeed.cluster.command"]
+    todo = ["jspeed.cli.main", *(satellites.COMMANDS[name][0] for name in ("run", "launch"))]
+    todo += [*satellites.HOOKS, satellites.RANK, satellites.JOIN]  # a run finds these by name
     todo += [f"jspeed.recipes.{name.replace('-', '_')}" for name in known_recipes()]
     own: set[str] = set()
     others: set[str] = set()
