@@ -1,6 +1,7 @@
 """Eight virtual CPU devices and strict numerics for every test; tests/gpu runs in a session of its
 own."""
 
+import functools
 import gc
 import os
 import signal
@@ -29,12 +30,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
 from jspeed.base.jax_versions import ask_again_for_compile_cache
 
 # A trace makes a hundred thousand objects and more that live: looked through less often, tests take
 # 5 % less.
 gc.set_threshold(200_000, 50, 1000)
+
+# A new one for each program is a fifth of the time that a single operation takes to compile.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every program that tests
 # interrupt.
@@ -67,6 +72,16 @@ def own_cache(
     if not jax.config.values["jax_enable_compilation_cache"]:
         jax.config.update("jax_enable_compilation_cache", True)
         ask_again_for_compile_cache()
+
+
+@pytest.fixture(autouse=True)
+def few_objects_to_look_through() -> Iterator[None]:
+    """Collect each test's garbage with it. What else it leaves is never looked at again: a run
+    collects several times, and a worker has millions of objects in the end."""
+    yield
+    if gc.get_freeze_count():  # a run unfreezes all, after it has collected
+        gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
