@@ -22,7 +22,7 @@ from jspeed.run.check_recipe import check_recipe
 from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
-from .toys import ALIKE, TOYS, matmul_parameters
+from .toys import ALIKE, SAME, TOYS, first_parameters, matmul_parameters, moved_parameters
 
 
 @pytest.fixture(scope="module", params=known_recipes())
@@ -165,11 +165,6 @@ def test_recipes_said_to_be_alike_are(name, other):
     assert words[0] == words[1]
 
 
-def noisy(recipe):
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
-    return jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape), params)
-
-
 def context(recipe, length):
     """A stage of the recipe's last windows and ``length`` tokens."""
     stage = dataclasses.replace(
@@ -178,8 +173,17 @@ def context(recipe, length):
     return r.Context(stage, training=False)
 
 
+# Of programs that are one in two recipes one is compiled by default.
+each_program = pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SAME)) for name in known_recipes()],
+    indirect=True,
+)
+
+
+@each_program
 def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
     ctx = context(recipe, 16)
     loss_BT = jax.jit(lambda p, t: score.losses(recipe, p, t[:, :-1], t[:, 1:], ctx))(
@@ -195,11 +199,12 @@ def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
         )
 
 
+@each_program
 def test_no_position_sees_the_future_by_gradient(recipe):
     """Every position gets rows of its own in the tables that are looked up; the gradient is then by
     position."""
     length = 16
-    params, ctx, t = noisy(recipe), context(recipe, length), length * 5 // 8
+    params, ctx, t = moved_parameters(recipe), context(recipe, length), length * 5 // 8
     inputs = jax.random.randint(jax.random.key(1), (2, length), 6, 257)
     axes = {
         path: spec.axes.index("token")
@@ -226,7 +231,7 @@ def test_no_position_sees_the_future_by_gradient(recipe):
 @pytest.mark.slow
 def test_no_position_sees_the_future_by_changing_it(recipe):
     length = 16
-    params, ctx = noisy(recipe), context(recipe, length)
+    params, ctx = moved_parameters(recipe), context(recipe, length)
     tokens = jax.random.randint(jax.random.key(1), (1, length), 6, 257)
     changed = tokens.at[:, 9:].add(1)
     forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))
@@ -238,7 +243,7 @@ def test_no_position_sees_the_future_by_changing_it(recipe):
 def test_scaled_queries_and_keys_change_no_logit():
     """They are normed head by head before they meet."""
     recipe = find("stdlib", TOYS["stdlib"]).recipe
-    params, ctx = noisy(recipe), context(recipe, 16)
+    params, ctx = moved_parameters(recipe), context(recipe, 16)
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257)
     forward = jax.jit(lambda params: recipe.forward(params, tokens, ctx))
     plain = forward(params)
@@ -261,7 +266,7 @@ def test_a_head_is_a_run_of_columns(name, inputs):
     np.testing.assert_array_equal(x_BTHK[:, :, 1], x_BTD[..., 4:])
     assert not np.array_equal(other_BTHK, x_BTHK)
     recipe = find(name, [*TOYS[name], "LAYERS=1", "HEADS=2"]).recipe
-    params, ctx = noisy(recipe), context(recipe, 16)
+    params, ctx = moved_parameters(recipe), context(recipe, 16)
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257)
     forward = jax.jit(lambda params: recipe.forward(params, tokens, ctx))
     rows = params["out"].shape[1] // 2
@@ -279,7 +284,7 @@ def test_a_head_is_a_run_of_columns(name, inputs):
 @pytest.mark.parametrize("name", ["fineweb-cpu", "r21", "r29"])
 def test_a_document_does_not_see_another(name):
     recipe = find(name, TOYS[name]).recipe
-    params, ctx = noisy(recipe), context(recipe, 16)
+    params, ctx = moved_parameters(recipe), context(recipe, 16)
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
     changed = tokens.at[:, :9].add(1)
     forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))
@@ -295,7 +300,7 @@ def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
     look back its state."""
     layers = "LONG_LAYERS=(1,)" if looks_back else "LONG_LAYERS=()"
     recipe = find(name, [*TOYS[name], layers]).recipe
-    params, ctx = noisy(recipe), context(recipe, 16)
+    params, ctx = moved_parameters(recipe), context(recipe, 16)
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
     forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))
     last = forward(tokens.at[:, 8].add(1)) - forward(tokens)

@@ -1,7 +1,11 @@
 """Every recipe at toy size: its real code, shrunk through its own fields, in fp32 so that rounding
 hides nothing."""
 
-from jspeed.recipe import leaves
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspeed.recipe import init_parameters, leaves
 from jspeed.record.sizes import is_matrix
 
 TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=12"]
@@ -168,6 +172,24 @@ TOYS["jspeed3"] += ["GRADIENT_WINDOWS=(0,1)"]
 # Recipes that compute what another one does, at another size: tests of the step and of generation
 # leave them out.
 ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu"}
+# And those whose code is a later one's too: r62's is r89's, r21's that of r29, r92's of jspeed3.
+SAME = ("r21", "r62", "r92", *ALIKE)
+
+
+def first_parameters(recipe):
+    """Operation by operation: recipes of equal shapes share these programs."""
+    return init_parameters(recipe.parameters, jax.random.key(0))
+
+
+def moved_parameters(recipe, by=0.05):
+    """First parameters and normal draws of size ``by``, so that nothing is 0; by NumPy, which
+    compiles nothing."""
+
+    def moved(p):
+        noise = np.random.default_rng(p.size).normal(0, by, p.shape)
+        return jnp.asarray(np.asarray(p) + noise.astype(p.dtype))
+
+    return jax.tree.map(moved, first_parameters(recipe))
 
 
 def matmul_parameters(parameters):

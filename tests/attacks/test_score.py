@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.recipe import Context, init_parameters
+from jspeed.recipe import Context
 from jspeed.record.sizes import parameter_count
 from jspeed.run.compute.score import losses
 from jspeed.run.find_recipe import find
 
+from ..toys import first_parameters
 from .attack import attack, edited, failed
 
 FORWARD = 'return softcap(head(params["head"], hidden(params, tokens_BT, ctx)), None)'
@@ -106,7 +107,7 @@ def test_padding_holds_no_parameters(chunked, data, tmp_path):
     (tmp_path / "mine.py").write_text(edited(edits))
     recipe = find(str(tmp_path / "mine.py")).recipe
     assert parameter_count(recipe.parameters) == 3 * 257 * 16
-    params = init_parameters(recipe.parameters, jax.random.key(1))
+    params = first_parameters(recipe)
     tokens = jax.random.randint(jax.random.key(2), (2, 33), 0, 257)
     ctx = Context(recipe.stages[0], training=False)
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,20 @@ from jspeed.board import command as board
 from jspeed.cli import repository
 from jspeed.errors import BadInput
 
+from ..call_script import Done, call
 from ..record.synthetic_runs import make_run, make_series, rewrite, source_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "leaderboard.py"
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def script(*arguments: str | Path) -> Done:
+    return call(Path.cwd(), "leaderboard.py", *arguments)
 
 
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert (
-        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    ), done
+def refused(done: Done, *words: str) -> None:
+    assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done
     for word in words:
-        assert word in done.stderr
+        assert word in done.err
 
 
 @pytest.fixture
@@ -39,31 +35,27 @@ def test_add_show_verify(records: Path, tmp_path: Path) -> None:
     records.mkdir()
     empty = script("show", "--records", records)
     assert (
-        empty.returncode == 0
-        and empty.stdout.count("\n") == 1
-        and "jspeed leaderboard add RUN_DIR" in empty.stdout
+        empty.code == 0
+        and empty.out.count("\n") == 1
+        and "jspeed leaderboard add RUN_DIR" in empty.out
     )
 
     added = script("add", make_series(tmp_path / "series", [60.0, 62.0]), "--records", records)
-    assert added.returncode == 0 and added.stdout.count("added ") == 2, added.stderr
+    assert added.code == 0 and added.out.count("added ") == 2, added.err
     shown = script("show", "--records", records, "--track", "stdlib/cpu")
-    assert shown.returncode == 0 and "61.0 s" in shown.stdout and not shown.stderr
+    assert shown.code == 0 and "61.0 s" in shown.out and not shown.err
     verified = script("verify", "--records", records)
     assert (
-        verified.returncode == 0
-        and "2 runs, 1 plans, 1 recipes, 0 tracks; all files agree" in verified.stdout
+        verified.code == 0
+        and "2 runs, 1 plans, 1 recipes, 0 tracks; all files agree" in verified.out
     )
 
     path = next(records.rglob("*-s2-*.json"))
     rewrite(path, "timed_seconds", value=50.0)
     wrong = script("verify", "--records", records)
-    assert (
-        wrong.returncode == 1 and f"{path}: field 'timed_seconds': expected the sum" in wrong.stdout
-    )
-    assert script("verify", path, "--records", records).returncode == 1
-    assert (
-        script("verify", next(records.rglob("*-s1-*.json")), "--records", records).returncode == 0
-    )
+    assert wrong.code == 1 and f"{path}: field 'timed_seconds': expected the sum" in wrong.out
+    assert script("verify", path, "--records", records).code == 1
+    assert script("verify", next(records.rglob("*-s1-*.json")), "--records", records).code == 0
     refused(script("verify", tmp_path / "nowhere", "--records", records), "does not exist")
     refused(script("show", "--records", records), "timed_seconds")
 
@@ -72,8 +64,8 @@ def test_add_says_what_is_still_missing(records: Path, tmp_path: Path) -> None:
     folder = make_series(tmp_path / "series", [60.0, 62.0])
     (folder / "2-stdlib-s2" / "run.json").unlink()
     added = script("add", folder, "--records", records)
-    assert added.returncode == 0 and "a run of stdlib with seed 2" in added.stdout
-    assert script("verify", "--records", records).returncode == 1
+    assert added.code == 0 and "a run of stdlib with seed 2" in added.out
+    assert script("verify", "--records", records).code == 1
 
 
 def test_bad_input_is_one_error_message(records: Path, tmp_path: Path) -> None:
@@ -120,7 +112,7 @@ def test_after_add_the_page_is_made_and_verify_passes(checkout, tmp_path, capsys
 )
 def test_verify_notices_another_number_in_the_readme(checkout, tmp_path, capsys, edit):
     (checkout / "records/stdlib/cpu").mkdir(parents=True)
-    rules = (SCRIPT.parents[1] / "records/stdlib/cpu/track.toml").read_text()
+    rules = (REPOSITORY / "records/stdlib/cpu/track.toml").read_text()
     pins = ("val_sha256", "train_sha256", "kind", "platform")
     kept = [line for line in rules.splitlines() if not line.startswith(pins)]
     (checkout / "records/stdlib/cpu/track.toml").write_text("\n".join(kept))
@@ -138,7 +130,7 @@ def test_verify_notices_another_number_in_the_readme(checkout, tmp_path, capsys,
 def test_the_readme_of_this_repository_is_what_its_records_make(capsys):
     """If this fails, the records changed: python scripts/leaderboard.py page."""
     done = script("verify")
-    assert done.returncode == 0, done.stdout
+    assert done.code == 0, done.out
 
 
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):
@@ -228,7 +220,7 @@ def test_add_says_that_a_name_is_taken(checkout, tmp_path, capsys):
 
 
 def test_help_says_that_a_record_is_optional():
-    shown = script("verify", "--help").stdout
+    shown = script("verify", "--help").out
     assert "[RECORD]" in shown and "optional" in shown
 
 

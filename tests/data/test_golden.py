@@ -49,6 +49,7 @@ def digest(batches) -> str:
     return sha.hexdigest()
 
 
+@pytest.mark.slow
 def test_the_model_has_the_known_hash(tokens):
     """The reference: modded-nanogpt's rules in NumPy give this number, and it goes from here into
     both tests."""

@@ -8,6 +8,7 @@ import resource
 import shlex
 import struct
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
 
-from ..toys import TOYS
+from ..toys import TOYS, first_parameters
 
 LAYERS = 2
 HEADS = 2
@@ -116,8 +117,7 @@ def recipe_of(*sets):
 
 def logits_of(recipe, params, tokens):
     ctx = r.Context(recipe.stages[0], training=False)
-    params = jax.tree.map(jnp.asarray, params)
-    return np.asarray(recipe.forward(params, jnp.asarray(tokens)[None], ctx))[0]
+    return np.asarray(jax.jit(partial(recipe.forward, ctx=ctx))(params, tokens[None]))[0]
 
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, BLOCK)
@@ -500,7 +500,7 @@ def test_refuses_what_is_no_model(tmp_path):
 @pytest.mark.parametrize("name", ["stdlib", "r21", "microgpt-names", "llmc", "gpt2"])
 def test_own_recipes_come_back(tmp_path, name):
     recipe = find(name, TOYS[name]).recipe
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     tensors = export.gathered(params)
     export.save(tmp_path / "model.safetensors", tensors, export.OWN)
     found = read_parameters(tmp_path, recipe)
@@ -602,7 +602,7 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
         recipe
     )
     monkeypatch.setattr(export, "LARGE", 0)
-    state = init_state(recipe, np.uint32(0))
+    state = jax.jit(lambda: init_state(recipe, np.uint32(0)))()
     (tmp_path / "config.json").write_text(json.dumps(export.own_config(found, CONFIG["tokenizer"])))
     (tmp_path / "recipe.py").write_text(found.source)
     export.save(
@@ -623,7 +623,7 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
     with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
         for step in (4, 8):
             checkpoints.save(step, state, {})
-            state |= {"params": jax.tree.map(lambda p: p + 1, state["params"])}
+            state |= {"params": jax.tree.map(lambda p: np.asarray(p) + 1, state["params"])}
     np.testing.assert_array_equal(load_model(tmp_path).tensors()["embed"], tensors["embed"])
     assert "leaves out ngrams, 0.0 GB updated row by row; the last" in export.note_on_large_tables(
         recipe, True

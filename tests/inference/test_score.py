@@ -25,14 +25,14 @@ from jspeed.run.compute.program import eval_context
 from jspeed.run.find_recipe import find
 
 from ..data.on_disk import shard_bytes
-from ..toys import TOYS
+from ..toys import TOYS, first_parameters
 
 BYTES = tokenizers.bytes_tokenizer()
 
 
 def model(name="stdlib", facts=None):
     found = find(name, TOYS[name])
-    params = r.init_parameters(found.recipe.parameters, jax.random.key(0))
+    params = first_parameters(found.recipe)
     return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), facts or BYTES.facts)
 
 
@@ -237,9 +237,7 @@ def test_ids_that_the_model_or_its_tokenizer_does_not_have_are_refused(tmp_path,
     """The table gave NaN for them, or another id's row; where the padded table has them, the
     tokenizer has no text."""
     found = find("gpt2", [*TOYS["gpt2"], *sets])
-    own = replace(
-        model(), found=found, params=r.init_parameters(found.recipe.parameters, jax.random.key(0))
-    )
+    own = replace(model(), found=found, params=first_parameters(found.recipe))
     tokens = np.arange(199)
     for odd, fits in ((most - 1, True), (most, False)):
         (tmp_path / "t_val_000000.bin").write_bytes(

@@ -23,14 +23,20 @@ def exact(rows, order, starts):
     return np.stack([piece.sum(axis=0) for piece in pieces])
 
 
-@pytest.mark.parametrize("width", [128, 384, 48])
+COUNTS = [
+    (1,) * SUMS,
+    (3, 0, 0, 1, 150, 0, 2),  # less than a program has, and one sum of many
+    (0,) * SUMS + (2, 1) * SUMS + (0,) * 5,
+    (40,) * (SUMS + 1),
+]
+
+
 @pytest.mark.parametrize(
-    "counts",
+    ("counts", "width"),
     [
-        (1,) * SUMS,
-        (3, 0, 0, 1, 150, 0, 2),  # less than a program has, and one sum of many
-        (0,) * SUMS + (2, 1) * SUMS + (0,) * 5,
-        (40,) * (SUMS + 1),
+        pytest.param(counts, width, marks=[pytest.mark.slow] * (n % 3 != place))
+        for n, counts in enumerate(COUNTS)
+        for place, width in enumerate((128, 384, 48))
     ],
 )
 def test_sums_are_exact_but_for_one_rounding(counts, width):

@@ -343,10 +343,11 @@ def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
     rng = np.random.default_rng(0)
     tokens = np.where(rng.uniform(size=(2, 90)) < documents_of, BOS, 1)
     documents = find_documents(jnp.asarray(tokens), BOS, 100)
-    q, k, v, dout = jnp.asarray(normal(2, 90, 2, 64))
+    given = normal(2, 90, 2, 64)
     path = partial(attention_in_pairs if paired else attention, scale=0.13, window=41)
 
-    def gradients(call):
+    @partial(jax.jit, static_argnums=0)
+    def gradients(call, q, k, v, dout):
         out, back = jax.vjp(call, q, k, v)
         return out, *back(dout)
 
@@ -358,7 +359,8 @@ def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
         q, k = (jnp.concatenate([rms_norm(x), tags_BTHK], axis=-1) for x in (q, k))
         return path(q, k, v, documents=Documents(jnp.zeros_like(documents.ids)))
 
-    for found, expected in zip(gradients(tagged), gradients(masked), strict=True):
+    both = (gradients(call, *given) for call in (tagged, masked))
+    for found, expected in zip(*both, strict=True):
         assert dense.distance(found, expected) < 3e-5
 
 
@@ -373,9 +375,8 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
         for x in (q, k)
     )
     call = partial(attention, q, k, v.astype(jnp.bfloat16), window=6, backend="cudnn", tagged=True)
-    expected = attention(
-        *(x.astype(jnp.float32) for x in (q, k)), v, scale=0.3, documents=documents, window=6
-    )
+    plain = jax.jit(partial(attention, scale=0.3, documents=documents, window=6))
+    expected = plain(*(np.asarray(x, np.float32) for x in (q, k, v)))
     assert dense.distance(call(scale=0.3, documents=documents), expected) < 0.01
     overflown = find_documents(jnp.asarray(tokens), BOS, 3)
     np.testing.assert_array_equal(

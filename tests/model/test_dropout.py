@@ -7,12 +7,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.layers import dropout, row_keys
-from jspeed.recipe import Context, init_parameters
+from jspeed.recipe import Context
 from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import mesh_of
-from ..toys import TOYS
+from ..toys import TOYS, first_parameters
 
 
 def masks(rows, step=0, first=0, seed=0, calls=2):
@@ -70,7 +70,7 @@ def test_a_recipe_drops_in_training_and_not_in_evaluation():
     with_it, without = (
         find("nanogpt", [*TOYS["nanogpt"], f"DROPOUT={rate}"]).recipe for rate in (0.2, 0.0)
     )
-    params = init_parameters(with_it.parameters, jax.random.key(0))
+    params = first_parameters(with_it)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
 
     def trained_at(step):

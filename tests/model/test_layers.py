@@ -31,14 +31,14 @@ def test_rotary_is_a_rotation_of_channel_pairs():
     turn = np.exp(-1j * np.arange(9)[:, None] * frequency)[None, :, None, :]
     z = (x[..., :8] + 1j * x[..., 8:]) * turn
     expected = np.concatenate([z.real, z.imag], -1)
-    np.testing.assert_allclose(rotary(jnp.asarray(x)), expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(rotary)(x), expected, atol=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_only():
-    key = jax.random.key(0)
-    q, k = jax.random.normal(key, (2, 1, 1, 1, 32))
-    turned_q = rotary(jnp.broadcast_to(q, (1, 40, 1, 32)))[0, :, 0]
-    turned_k = rotary(jnp.broadcast_to(k, (1, 40, 1, 32)))[0, :, 0]
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 32)).astype(np.float32)
+    turned_q, turned_k = (
+        np.asarray(jax.jit(rotary)(np.broadcast_to(x, (1, 40, 1, 32))))[0, :, 0] for x in (q, k)
+    )
     scores = turned_q @ turned_k.T
     np.testing.assert_allclose(scores[10:30, 5:25], scores[17:37, 12:32], atol=1e-5)
     np.testing.assert_allclose(turned_q[0], q[0, 0, 0], atol=1e-6)
@@ -63,7 +63,7 @@ def test_lookup_and_its_gradient():
 
 def test_lookup_sums_the_gradient_of_a_bf16_table_in_fp32():
     table, tokens = jnp.zeros((3, 2), jnp.bfloat16), jnp.ones((4, 1000), jnp.int32)
-    grad = jax.grad(lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32)))(table)
+    grad = jax.jit(jax.grad(lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32))))(table)
     assert grad.dtype == jnp.bfloat16
     # 4000 rounded to bf16; ones added in bf16 stop at 256.
     np.testing.assert_array_equal(grad.astype(jnp.float32), [[0, 0], [4000, 4000], [0, 0]])
@@ -76,15 +76,18 @@ def test_sums_of_tables_take_the_gradients_of_a_look_up():
     tables, sums = rng.normal(size=(7, 2, 3)), rng.normal(size=(7, 2, 3))
     tokens, grads = rng.integers(0, 7, size=(2, 500)), rng.normal(size=(2, 2, 500, 3))
     tables, grads = (jnp.asarray(a, jnp.bfloat16) for a in (tables, grads))
-    found, pull = jax.vjp(
-        lambda s: look_up_all(Summed(tables, s), jnp.asarray(tokens)),
-        jnp.asarray(sums, jnp.float32),
-    )
-    for one, plain in zip(found, look_up_all(tables, jnp.asarray(tokens)), strict=True):
-        np.testing.assert_array_equal(one, plain)
+
+    @jax.jit
+    def both(sums, grads):
+        found, pull = jax.vjp(lambda s: look_up_all(Summed(tables, s), tokens), sums)
+        return found, look_up_all(tables, tokens), pull([*grads])[0]
+
+    found, plain, gradient = both(sums.astype(np.float32), grads)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
     for number, grad in enumerate(grads):
         np.add.at(sums, (tokens, number), np.asarray(grad, np.float64))
-    np.testing.assert_allclose(pull(list(grads))[0], sums, atol=1e-4)
+    np.testing.assert_allclose(gradient, sums, atol=1e-4)
 
 
 def test_layer_norm_from_its_formula():
@@ -125,7 +128,8 @@ def test_scaled_weights_give_the_gradients_of_a_scaled_output_without_a_pass_ove
 
     before = gradients(lambda x, w, s: s * (x @ w))
     after = gradients(lambda x, w, s: x @ scaled(w, s))
-    for one, two in zip(before(x, w, jnp.float32(1.7)), after(x, w, jnp.float32(1.7)), strict=True):
+    given = x, w, np.float32(1.7)
+    for one, two in zip(jax.jit(before)(*given), jax.jit(after)(*given), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
 
     def passes(function):

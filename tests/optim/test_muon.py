@@ -7,8 +7,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.optim.muon import NEWTON_SCHULZ_5, NEWTON_SCHULZ_12, POLAR_EXPRESS, muon, orthogonalise
+from jspeed.optim import muon as module
+from jspeed.optim.muon import NEWTON_SCHULZ_5, NEWTON_SCHULZ_12, POLAR_EXPRESS, muon
 from jspeed.parallel.mesh import make_mesh
+
+orthogonalise = jax.jit(module.orthogonalise, static_argnames=("coefficients", "dtype"))
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
 
 # Images of single singular values in exact arithmetic, from the polynomials alone, as tabulated for
 # the reference recipe (appendix A).
@@ -55,7 +63,7 @@ def test_singular_value_map(coefficients):
 
 def test_equal_coefficients_in_another_tuple_give_the_same_matrix():
     """A recipe may state Polar Express's constants itself; they come with their normalisation."""
-    x = jax.random.normal(jax.random.key(0), (8, 12))
+    x = draw(8, 12)
     stated = tuple((a, b, c) for a, b, c in POLAR_EXPRESS)
     found, expected = (
         orthogonalise(x, coefficients=c, dtype=jnp.float32) for c in (stated, POLAR_EXPRESS)
@@ -64,7 +72,7 @@ def test_equal_coefficients_in_another_tuple_give_the_same_matrix():
 
 
 def test_twelve_iterations_converge_to_one():
-    x = jax.random.normal(jax.random.key(0), (4, 24, 96))
+    x = draw(4, 24, 96)
     y = orthogonalise(x, coefficients=NEWTON_SCHULZ_12, dtype=jnp.float32)
     np.testing.assert_allclose(np.linalg.svd(np.asarray(y), compute_uv=False), 1, atol=1e-3)
 
@@ -77,13 +85,14 @@ def test_twelve_iterations_converge_to_one():
     ],
 )
 def test_orthogonalised_singular_values_lie_in_a_band(shape):
-    x = jax.random.normal(jax.random.key(0), shape)
+    x = draw(*shape)
     values = np.linalg.svd(np.asarray(orthogonalise(x, dtype=jnp.float32)), compute_uv=False)
     assert values.max() < 1.3 and np.quantile(values, 0.1) > 0.5
 
 
 def test_bank_equals_matrix_by_matrix_and_zero_stays_zero():
-    bank = jax.random.normal(jax.random.key(0), (5, 16, 8)).at[2].set(0)
+    bank = draw(5, 16, 8)
+    bank[2] = 0
     whole = orthogonalise(bank, dtype=jnp.float32)
     for matrix, result in zip(bank, whole, strict=True):
         np.testing.assert_allclose(orthogonalise(matrix, dtype=jnp.float32), result, atol=1e-5)
@@ -96,12 +105,13 @@ def test_equals_optax_muon_without_momentum():
     params = {"wide": jnp.zeros((16, 24)), "tall": jnp.zeros((24, 16))}
     theirs = optax.contrib.muon(0.02, beta=0.0, eps=1e-7)
     ours = muon(0.02, lambda step: 0.0, dtype=jnp.float32)
-    grads = {
-        name: jax.random.normal(jax.random.key(n), p.shape)
-        for n, (name, p) in enumerate(params.items())
-    }
-    found, _ = ours.update(grads, ours.init(params), params)
-    expected, _ = theirs.update(grads, theirs.init(params), params)
+    grads = {name: draw(*p.shape, seed=n) for n, (name, p) in enumerate(params.items())}
+    found, expected = (
+        jax.jit(lambda grads, by: by.update(grads, by.init(params), params)[0], static_argnums=1)(
+            grads, by
+        )
+        for by in (ours, theirs)
+    )
     for name in params:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
 
@@ -111,7 +121,7 @@ def test_equals_float64_model_with_momentum_schedule():
     momentum = optax.linear_schedule(0.85, 0.95, 3)
     ours = muon(0.1, momentum, dtype=jnp.float32)
     params = jnp.zeros((2, 6, 10))
-    state, buffer = ours.init(params), np.zeros((2, 6, 10))
+    state, buffer, ours_update = ours.init(params), np.zeros((2, 6, 10)), jax.jit(ours.update)
     for step in range(5):
         g = rng.normal(size=(2, 6, 10))
         beta = min(0.85 + 0.1 * step / 3, 0.95)
@@ -121,22 +131,22 @@ def test_equals_float64_model_with_momentum_schedule():
         for _ in range(5):
             gram = x @ x.transpose(0, 2, 1)
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        update, state = ours.update(jnp.asarray(g, jnp.float32), state, params)
+        update, state = ours_update(g.astype(np.float32), state, params)
         np.testing.assert_allclose(update, -0.1 * (10 / 6) ** 0.5 * x, atol=1e-4)
 
 
 def test_scale_and_decoupled_decay():
-    params = jax.random.normal(jax.random.key(0), (2, 8, 32))
-    grads = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    params, grads = draw(2, 2, 8, 32)
     scale = np.array([2.0, 1.0], np.float32)[:, None, None]
 
     def update(**options):
         transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32, **options)
-        return transform.update(grads, transform.init(params), params)[0]
+        run = jax.jit(lambda: transform.update(grads, transform.init(params), params)[0])
+        return np.asarray(run())
 
     plain = update()
     np.testing.assert_allclose(
-        update(scale=scale), plain * jnp.array([1.0, 0.5])[:, None, None], atol=1e-6
+        update(scale=scale), plain * np.array([1.0, 0.5])[:, None, None], atol=1e-6
     )
     np.testing.assert_allclose(update(weight_decay=0.05), plain - 0.1 * 0.05 * params, atol=1e-6)
 
@@ -146,7 +156,7 @@ def test_bank_cut_over_devices_equals_one_device_and_cut_matrices_do_not():
     another matrix."""
     transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32)
     params = jnp.zeros((8, 16, 32))
-    grads = [jax.random.normal(jax.random.key(n), params.shape) for n in range(3)]
+    grads = [*draw(3, *params.shape)]
 
     def steps(grads):
         state = transform.init(params)

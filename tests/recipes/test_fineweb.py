@@ -14,7 +14,7 @@ from jspeed.recipes import llmc, r21, r29, track3
 from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
-from ..toys import TOYS
+from ..toys import TOYS, first_parameters
 
 RECORDS = Path(__file__).parents[2] / "records"
 TABLE = 50_304 * 768
@@ -104,7 +104,7 @@ def test_fp8_scales_are_the_records():
 @pytest.mark.parametrize("name", ["r21", "r29", "track3"])
 def test_first_loss_at_the_real_vocabulary(name):
     recipe = find(name, [*TOYS[name], "VOCAB=50304"]).recipe
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     tokens = jax.random.randint(jax.random.key(1), (1, 17), 0, 50_257)
     ctx = r.Context(r.Stage(1, 16, max_docs=16), training=True)
     loss_BT = recipe.loss(params, tokens[:, :-1], tokens[:, 1:], jnp.ones((1, 16)), ctx)[1]
@@ -120,7 +120,7 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
     found = {}
     for word in ("on", "off"):
         recipe = find(name, [*TOYS[name], f"FP8={word}"]).recipe
-        params = r.init_parameters(recipe.parameters, jax.random.key(0))
+        params = first_parameters(recipe)
         params["head"] = 0.3 * jax.random.normal(jax.random.key(2), params["head"].shape)
         ctx = r.Context(recipe.stages[-1], training=True)
 

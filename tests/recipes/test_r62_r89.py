@@ -15,7 +15,7 @@ from jspeed.recipes import r62, r89
 from jspeed.record import sizes
 from jspeed.run.find_recipe import find
 
-from ..toys import TOYS, matmul_parameters
+from ..toys import TOYS, first_parameters, matmul_parameters
 
 TABLE = 50_304 * 768
 BLOCKS = 11 * 2 * 768 * 3072
@@ -135,7 +135,7 @@ def test_first_loss_of_a_head_that_is_not_zero():
         "VALUE_OF={0:0,1:0,3:0}",
     ]
     recipe = find("r89", [*TOYS["r89"], *full]).recipe
-    params = jax.jit(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))()
+    params = first_parameters(recipe)
     np.testing.assert_array_equal(params["embed"], params["head"])
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 50_257)
     ctx = r.Context(recipe.stages[0], training=False)
@@ -213,7 +213,7 @@ def test_r89_starts_with_the_published_coefficients():
     recipe = find(
         "r89", ["WIDTH=48", "MLP_WIDTH=16", "VOCAB=272", "BIGRAMS=512", "BOS=5", "PREFIX_SHARE={}"]
     ).recipe
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     x = jax.random.normal(jax.random.key(1), (1, 2, 48))
     early, late = (
         named(coefficients(x, params, "gates", n, params["gates_scale"]), r89.GATES[n])
@@ -248,7 +248,7 @@ def test_r89_counts_the_longest_prefix_of_the_next_token(monkeypatch):
             "jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: np.maximum(prefixes, -1)
         )
         recipe = find("r89", toy).recipe
-    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     tokens = jax.random.randint(jax.random.key(1), (1, 25), 6, 257)
     for stage, counted in zip(recipe.stages, (True, False), strict=True):
         batch = tokens[:, : stage.lane_len + 1]

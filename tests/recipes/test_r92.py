@@ -25,7 +25,7 @@ from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
 from ..model import dense
-from ..toys import TOYS
+from ..toys import TOYS, first_parameters
 from .test_r62_r89 import TABLE, by_group
 
 
@@ -353,14 +353,11 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
             "r92", [*TOYS["r92"], *sizes_, "LANE_LENS=(16,32)", f"OWN_KERNELS={way}"]
         ).recipe
         draw = np.random.default_rng(0)
-        params = r.init_parameters(recipe.parameters, jax.random.key(0))
+        params = first_parameters(recipe)
         banks = "queries_keys", "values_outs", "mlp"
-        params |= {
-            name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32)
-            for name in banks
-        }
+        params |= {name: 0.1 * draw.normal(size=params[name].shape) for name in banks}
         params = {
-            path: params[path].astype(spec.compute or jnp.float32)
+            path: np.asarray(params[path]).astype(spec.compute or np.float32)
             for path, spec in recipe.parameters.items()
         }
         tokens = (

@@ -16,13 +16,14 @@ from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, put, replicated
-from jspeed.recipe import init_parameters
 from jspeed.run import evaluate, setup, train
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
+
+from ..toys import first_parameters
 
 RECIPE = '''
 """Pairs of GPT-2's tokens."""
@@ -156,7 +157,7 @@ def test_the_loss_is_the_same_on_any_number_of_devices(tmp_path):
         rng.uniform(size=(384, 384)) < 0.3,
     )
     bits[rows[:, :-1], rows[:, 1:]] = False
-    params = init_parameters(recipe.parameters, jax.random.key(0))
+    params = first_parameters(recipe)
     logits = np.asarray(
         recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), None), np.float64
     )

@@ -21,7 +21,12 @@ HEADER = 1024  # bytes
 def run(folder: Path, data: Path, second: int | None = None) -> dict:
     """The record of three steps, with a second range from token ``second`` on."""
     options = Options(
-        "stdlib", data=data, run_dir=folder, set_=(*TOY, "STEPS=3"), progress=False, sample=False
+        "stdlib",
+        data=data,
+        run_dir=folder,
+        set_=(*TOY, "LAYERS=1", "STEPS=3"),
+        progress=False,
+        sample=False,
     )
     train(options, Hooks(second_range=lambda _: second))
     return read_run(folder)

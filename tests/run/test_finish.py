@@ -71,7 +71,7 @@ def with_board(told: list) -> Hooks:
 
 def three_steps(tmp_path, **more) -> Options:
     """A run into ``tmp_path / "run"`` that reaches its target."""
-    fixed = {"set_": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
+    fixed = {"set_": (*TOY, "LAYERS=1", "STEPS=3"), "target_loss": 9.0, "progress": False}
     return Options(
         "stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more
     )

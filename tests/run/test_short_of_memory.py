@@ -140,7 +140,8 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr(
         setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     )
-    sets = (*TOYS["stdlib"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
+    small = "LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16"
+    sets = (*TOYS["stdlib"], *small, "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
     return Options("stdlib", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets,
     sample=False, progress=False,
                    target_loss=9.0)  # fmt: skip

@@ -79,7 +79,8 @@ def on_one_device(name, *sets):
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_layout_gives_the_losses_of_one_device(name, way):
     layout, axes, lanes_at_once = WAYS[way]
-    sets = ["HEADS=8"] * (axes.get("model") == 8)  # a head at least for every device
+    # A layer at least for every stage, a head at least for every device.
+    sets = ["LAYERS=2"] * ("pipe" not in axes) + ["HEADS=8"] * (axes.get("model") == 8)
     recipe = toy(name, *sets)
     expected = on_one_device(name, *sets)
     _, found = run(recipe, mesh_of(**axes), lanes_at_once, batches(recipe, 10), layout)
@@ -269,8 +270,7 @@ def test_remat_takes_less_memory_and_more_flops():
 
 
 def test_stages_of_a_pipeline_hold_their_layers_only():
-    recipe, mesh = toy("track3"), mesh_of(data=2, pipe=4)
-    state, _ = run(recipe, mesh, None, batches(recipe, 1), "pp")
+    state = start(toy("track3"), mesh_of(data=2, pipe=4), "pp")
     assert state["params"]["attention"].addressable_shards[0].data.shape == (4, 32, 32)
     assert state["params"]["attention_gain"].addressable_shards[0].data.shape == (1, 32)
     assert state["params"]["embed"].is_fully_replicated

@@ -18,7 +18,7 @@ from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
-from ...toys import TOYS
+from ...toys import TOYS, first_parameters, moved_parameters
 from .steps import mesh_of, run
 
 BOS = 5
@@ -113,14 +113,9 @@ STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "
 def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):
     recipe = find(name, sets).recipe
     [tokens] = packed(recipe, 1, 16)
-    ctx, params = (
-        Context(recipe.stages[0], training=True),
-        step.init_state(recipe, jnp.uint32(1))["params"],
-    )
-    if name != "r29":  # so that the parts whose output starts at 0 have gradients
-        params = jax.tree.map(
-            lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params
-        )
+    ctx = Context(recipe.stages[0], training=True)
+    # but for r29 so that the parts whose output starts at 0 have gradients
+    params = first_parameters(recipe) if name == "r29" else moved_parameters(recipe)
 
     def of(parts, head_chunk=None):
         now = dataclasses.replace(ctx, head_chunk=head_chunk)
@@ -141,10 +136,7 @@ def test_fp8_scales_are_those_of_lanes():
     """The mean over lanes of the largest entry becomes the mean over their pieces, no larger."""
     recipe = find("r89", [*TOYS["r89"], *STAGED, "FP8=on"]).recipe
     [tokens] = packed(recipe, 1, 16)
-    ctx, params = (
-        Context(recipe.stages[0], training=True),
-        step.init_state(recipe, jnp.uint32(1))["params"],
-    )
+    ctx, params = Context(recipe.stages[0], training=True), first_parameters(recipe)
     largest = [
         np.stack(
             jax.jit(partial(step.gradients, recipe, ctx, parts, 1e-3))(
@@ -338,10 +330,7 @@ def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, mon
 
 def test_recomputed_layers_have_the_same_gradients():
     recipe = find("r21", [*TOYS["r21"], "LANES=2", "LAYERS=4"]).recipe
-    stage, params = recipe.stages[0], step.init_state(recipe, jnp.uint32(1))["params"]
-    params = jax.tree.map(
-        lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params
-    )
+    stage, params = recipe.stages[0], moved_parameters(recipe)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, stage.lane_len + 1)))
     ctx = Context(stage, training=True)
     (wanted, losses), (found, again) = (
