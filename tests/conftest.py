@@ -37,6 +37,7 @@ from jspeed.base.jax_versions import ask_again_for_compile_cache
 # A trace makes a hundred thousand objects and more that live: looked through less often, tests take
 # 5 % less.
 gc.set_threshold(200_000, 50, 1000)
+gc.unfreeze = lambda: None  # which a run ends with: the next one would look through all again
 
 # A new one for each program is a fifth of the time that a single operation takes to compile.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
@@ -79,8 +80,7 @@ def few_objects_to_look_through() -> Iterator[None]:
     """Collect each test's garbage with it. What else it leaves is never looked at again: a run
     collects several times, and a worker has millions of objects in the end."""
     yield
-    if gc.get_freeze_count():  # a run unfreezes all, after it has collected
-        gc.collect()
+    gc.collect()
     gc.freeze()
 
 
