@@ -15,5 +15,5 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, SCRIPTS / "bench.py", *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     return subprocess.run(
-        [str(a) for a in command], capture_output=True, text=True, timeout=120, env=environment
+        [str(a) for a in command], capture_output=True, text=True, timeout=600, env=environment
     )
