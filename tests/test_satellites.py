@@ -18,7 +18,7 @@ TESTS = ROOT / "tests"
 ROOMS = ("data", "model", "optim", "parallel", "record", "run")
 FEW = [  # of the core's tests, one or more of each room
     "data/test_document_sharding.py",
-    "model/test_layers.py",
+    "model/test_mudd.py",
     "optim/test_muon.py",
     "parallel/test_mesh.py",
     "run/test_clock.py",

@@ -114,7 +114,7 @@ def test_tables_of_pieces_and_of_evaluation_are_those_of_jax():
     while at < tokens.size:
         tokens[0, at] = recipe.data.bos_id
         at += int(np.clip(draw.lognormal(6, 1), 33, stage.max_doc_len))
-    cut, _ = division.cut(recipe, stage, 2, jnp.asarray(tokens))
+    cut, _ = jax.jit(partial(division.cut, recipe, stage, 2))(tokens)
     rows = draw.integers(0, 2, (1, recipe.eval_len)) * 7
     rows[0, np.cumsum(np.clip(draw.lognormal(6.5, 1.2, 200), 5, 60_000)).astype(int)] = (
         recipe.data.bos_id

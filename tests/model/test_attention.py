@@ -30,6 +30,7 @@ many = settings(max_examples=100, deadline=None)
 
 @pytest.fixture(params=PATHS)
 def blocks_of_8(request, monkeypatch):
+    """Several blocks in a lane, one after the other in the program or in a loop."""
     monkeypatch.setattr(module, "QUERY_BLOCK", 8)
     monkeypatch.setattr(module, "UNROLLED_BLOCKS", PATHS[request.param])
 
@@ -70,7 +71,17 @@ def test_agrees_with_dense_mask(path, data, length, window, block):
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
-@pytest.mark.parametrize(("window", "near"), [(None, 3), (9, 3), (9, 20)])
+def some(names, by_default, others):
+    """Cases of both paths, whose name is the first value; those of ``others`` are slow."""
+    cases = [*by_default, *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
+    return pytest.mark.parametrize(("blocks_of_8", *names), cases, indirect=["blocks_of_8"])
+
+
+@some(
+    ("window", "near"),
+    [("unrolled", None, 3), ("looped", 9, 3), ("unrolled", 9, 20)],
+    [("looped", None, 3), ("unrolled", 9, 3), ("looped", 9, 20)],
+)
 def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
     """As a backward kernel has them that skips blocks: weights, and the mean that softmax
     subtracts, are of all."""
@@ -95,7 +106,7 @@ def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
         np.testing.assert_allclose(found, wanted, atol=5e-5)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@some(("window",), [("unrolled", 5), ("looped", None)], [("unrolled", None), ("looped", 5)])
 def test_bfloat16_and_no_documents(blocks_of_8, window):
     q, k, v, dout = normal(2, 27, 2, 8).astype(jnp.bfloat16)
 
@@ -172,7 +183,7 @@ def test_memory_is_less_than_the_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < 32_768 * 256 * 4
 
 
-@pytest.mark.parametrize("model", [1, 2])
+@some(("model",), [("unrolled", 2), ("looped", 1)], [("unrolled", 1), ("looped", 2)])
 def test_on_a_mesh(blocks_of_8, model):
     """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same
     rows."""
