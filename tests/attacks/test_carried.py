@@ -7,7 +7,7 @@ import pytest
 from jspeed.board.records.track import read_track
 from jspeed.board.records.trust import unfair
 
-from .attack import attack
+from .attack import attack, failed
 from .test_score import FORWARD, HONEST
 
 TRACK = "stdlib/cpu"
@@ -63,3 +63,29 @@ def test_scalars_one_by_one_do_not_count(data, tmp_path):
     run = attack(tmp_path, data, edits)
     assert run["carried"]["numbers"]["evaluation"] >= 257
     assert any("evaluation holds" in why for why in why_not(run))
+
+
+CODED = """LEVELS = np.linspace(-3, 3, 16)
+CODES = np.random.default_rng(0).integers(0, 16, size=VOCAB * WIDTH)
+normal = init"""
+OF_FEW_LEVELS = {
+    "arrays joined in its order": "jnp.concatenate([jnp.full(1, LEVELS[c]) for c in CODES])",
+    "slices of a range": "jnp.concatenate([jnp.arange(16.0)[c : c + 1] for c in CODES[:1028]] * 4)",
+    "scalars that repeat": "jnp.stack([jnp.float32(LEVELS[c]) for c in CODES[:1028]] * 4)",
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        w if w.startswith("slices") else pytest.param(w, marks=pytest.mark.slow)
+        for w in OF_FEW_LEVELS
+    ],
+)
+def test_a_table_of_few_levels_does_not_count(how, data, tmp_path):
+    init = f"lambda key, shape, dtype: 0.1 * {OF_FEW_LEVELS[how]}.reshape(shape).astype(dtype)"
+    edits = {"normal = init": CODED, EMBED: EMBED.replace("normal", init)}
+    run = attack(tmp_path, data, IMPORTS | edits)
+    assert failed(run) == set() and run["carried"]["numbers"]["initial state"] <= 256
+    (why,) = why_not(run)
+    assert "initial state holds numbers in" in why

@@ -15,6 +15,7 @@ from .races import CHILD, PARENT, entries, make_race
 
 CARRIED = {
     "numbers": {"initial state": 20, "step": 60, "evaluation": 34},
+    "places": {"initial state": 50, "step": 600, "evaluation": 160},
     "arrays": [],
     "calls": [],
 }
@@ -46,6 +47,13 @@ def test_honest_runs_count(records, tmp_path):
     assert entries(records)["stdlib"]["valid"] and problems(records) == []
 
 
+def test_a_recipe_that_reaches_into_the_program_does_not_count(records, tmp_path):
+    source = source_of() + "\nimport sys\n"
+    store.add([make_series(tmp_path / "s", [60.0] * 3, source=source, **NEW)], records)
+    found = entries(records)["stdlib"]
+    assert not found["valid"] and "its recipe imports sys in line" in found["why_not"][0]
+
+
 UNFAIR = {
     "a table in the first state": (
         carrying(**{"initial state": 4225}),
@@ -53,6 +61,15 @@ UNFAIR = {
     ),
     "a table in the steps": (carrying(step=111_488), "step holds 111,488 numbers"),
     "a table in the evaluation": (carrying(evaluation=300), "evaluation holds 300 numbers"),
+    "a table of few levels in the first state": (
+        NEW | {"carried": CARRIED | {"places": CARRIED["places"] | {"initial state": 4225}}},
+        "initial state holds numbers in 4,225 places",
+    ),
+    "nothing on where numbers are": (
+        NEW | {"carried": {name: each for name, each in CARRIED.items() if name != "places"}},
+        "does not say in how many places",
+    ),
+    "rows told by a loader of its own": (NEW | {"told_by": None}, "what code of its own knows"),
     "a callback": (
         NEW | {"carried": CARRIED | {"calls": ["pure_callback"]}},
         "call the host (pure_callback)",

@@ -42,9 +42,15 @@ RUN |= {
     "code": {"modules": 100, "sha256": "ab" * 32, "extension": "cd" * 32},
     "clock_stepped": 30.0,
     "unread": {"tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395},
-    "carried": {"numbers": {"step": 120}, "arrays": [HELD], "calls": []},
+    "carried": {
+        "numbers": {"step": 120},
+        "places": {"step": 600},
+        "arrays": [HELD],
+        "calls": [],
+    },
     "probes": RUN["probes"] | {"stream_repeats": {"passed": True}},
     "weighted": False,
+    "told_by": "",
 }
 RUN |= {"sha256": content_hash(RUN)}
 OPTIONAL = {
@@ -53,6 +59,7 @@ OPTIONAL = {
     "clock_stepped",
     "carried",
     "weighted",
+    "told_by",
     "holdout",
     "kernels",
     "head_chunk",

@@ -130,6 +130,7 @@ NAMES = {
     "jspeed.record.audits": (
         "Audit",
         "MOST_NUMBERS",
+        "MOST_PLACES",
         "NAME",
         "SAME",
         "audit_name",
@@ -215,6 +216,7 @@ NAMES = {
         "evaluations_after",
         "sha256_of_rows",
     ),
+    "jspeed.run.evidence.source": ("beyond",),
     "jspeed.run.evidence.unread": ("evaluate_unread",),
     "jspeed.run.export": (
         "FILE",

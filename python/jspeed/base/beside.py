@@ -4,6 +4,7 @@ A row of a batch is then its tokens, and behind them what is known of each input
 rows are divided over devices and micro-batches as ever. Imports no jax.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,6 +63,16 @@ class Beside(Protocol):
     def warning(self, recipe: Any, tokens: int) -> str | None:
         """Return what to say of a run that trains on ``tokens``."""
         ...
+
+
+def defined_as(beside: Beside) -> str | None:
+    """Return where the class of ``beside`` is defined, as ``module.Class``; None where no module
+    that was imported has it, as that of a recipe's own file."""
+    kind = type(beside)
+    module = sys.modules.get(kind.__module__)
+    if getattr(module, kind.__name__, None) is not kind:
+        return None
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def split(beside: Beside | None, rows: Any) -> tuple[Any, Any]:

@@ -37,6 +37,7 @@ from jspeed.board.records.store import Records, Row
 from jspeed.board.records.track import Track, track_without_rules
 from jspeed.board.records.trust import FEWEST_RUNS, level_of, on_other_machines, unfair
 from jspeed.record.schema import Run, shards_of
+from jspeed.run.evidence.source import beyond
 
 
 class TrackRuns(NamedTuple):
@@ -219,6 +220,8 @@ def facts_of(records: Records, of_track: TrackRuns, rows: Sequence[Row]) -> Fact
     numbers = list({id(each): None for each in of_track.sets.values()})
     loss = spread(losses(lines))
     why_not = list(reasons(runs, planned, track, of_track.difference(rows[0])))
+    if track.ruled and "carried" in last:
+        why_not += [f"its recipe {what}" for what in beyond(source or "")]
     missed = loss is None or loss["mean"] > track.rules["target_loss"]
     cut_short = asked_for_less(last) is not None and missed
     return {

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jspeed.base.beside import defined_as
 from jspeed.base.compile_cache import use_no_compile_cache
 from jspeed.base.files import read_input, sha256_of
 from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import put
 from jspeed.record import provenance
-from jspeed.record.audits import MOST_NUMBERS, SAME, Audit
+from jspeed.record.audits import MOST_NUMBERS, MOST_PLACES, SAME, Audit
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run import evaluate
@@ -31,6 +32,7 @@ from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried
 from jspeed.run.evidence.foreign_code import allow
 from jspeed.run.evidence.probes import evaluate_holdout, sha256_of_rows
+from jspeed.run.evidence.source import beyond
 from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.export import FILE, read_parameters
 from jspeed.run.options import Options
@@ -47,12 +49,13 @@ class Finding(NamedTuple):
 
 class Measured(NamedTuple):
     """What was computed from the parameters: the loss, that on the second text (None: not here)
-    with its hash, the probe, and numbers in constants."""
+    with its hash, the probe, numbers in constants and places of numbers."""
 
     loss: float
     second: tuple[float | None, str] | None
     causality: dict[str, Any]
     numbers: int
+    places: int
     calls: list[str]
 
 
@@ -151,6 +154,7 @@ def measure(run: Run, setup: Setup, params: Any) -> Measured:
         second and (second["val_loss"], second["sha256"]),
         probes.causality_of_run(setup, params, setup.data.rows, losses),
         held["numbers"]["evaluation"] if held else 0,
+        held["places"]["evaluation"] if held else 0,
         sorted(setup.program.host_calls(evaluation=True)),
     )
 
@@ -170,6 +174,14 @@ def findings(run: Run, setup: Setup, measured: Measured) -> Iterator[Finding]:
     most = MOST_NUMBERS["evaluation"]
     held = f"{measured.numbers:,} numbers, at most {most:,}"
     yield Finding("constants", held, measured.numbers <= most)
+    most = MOST_PLACES["evaluation"]
+    held = f"{measured.places:,}, at most {most:,}"
+    yield Finding("places of numbers", held, measured.places <= most)
+    if beside := setup.recipe.beside:
+        told_by = defined_as(beside) or "code of its own"
+        yield Finding("what rows carry", told_by, told_by.startswith("jspeed."))
+    more = list(beyond(setup.loaded.source))
+    yield Finding("recipe's text", "; ".join(more) or "functions of arrays alone", not more)
     weighted = setup.recipe.weigh is not None
     yield Finding("weights of targets", "the recipe's" if weighted else "equal", not weighted)
     theirs = run.get("holdout") or run.get("unread")

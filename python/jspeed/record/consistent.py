@@ -32,6 +32,7 @@ def check(run: Run) -> None:
     """Raise BadInput naming the first field of a well-formed ``run`` that contradicts the
     others."""
     _ledger(run)
+    _losses(run)
     _curve(run)
     _parameters(run)
     _verdict(run)
@@ -79,6 +80,20 @@ def _ledger(run: Run) -> None:
     if abs(compiling - run["compile_seconds"]) > 1e-3 + 1e-3 * compiling:
         wanted = f"the sum of the ledger entries called compile, {compiling:.3f}"
         raise _wrong("compile_seconds", wanted, f"{run['compile_seconds']:.3f}")
+
+
+def _losses(run: Run) -> None:
+    """No probability is above one, so no loss is below zero."""
+    curve = run["curve"]
+    losses = {f"curve[{n}].val_loss": point["val_loss"] for n, point in enumerate(curve)}
+    losses["val_loss"] = run["val_loss"]
+    if holdout := run.get("holdout"):
+        losses["holdout.val_loss"] = holdout["val_loss"]
+    if unread := run.get("unread"):
+        losses["unread.val_loss"] = unread["val_loss"]
+    for field, loss in losses.items():
+        if loss is not None and loss < 0:
+            raise _wrong(field, "0 or more nats", loss)
 
 
 def _curve(run: Run) -> None:

@@ -156,6 +156,8 @@ class Carried(TypedDict):
     """What the programs of a run held before its first step: nothing that somebody learned."""
 
     numbers: dict[str, Whole]  # in constants of the first state, the steps and the evaluation
+    # of scalars, slices and joined arrays in the largest program; equal ones are not one
+    places: NotRequired[dict[str, Whole]]
     arrays: list[CarriedArray]  # the larger constants
     calls: list[str]  # to the host, of any program
 
@@ -252,6 +254,8 @@ class Unsealed(TypedDict):
     code: NotRequired[Code]  # older runs have none
     unread: NotRequired[Unread]  # where the run left enough of its training text unread
     weighted: NotRequired[bool]  # val_loss is a mean with weights of the recipe's
+    # the class of the recipe's ``beside``; "": rows are tokens alone; null: of a file of its own
+    told_by: NotRequired[str | None]
     carried: NotRequired[Carried]  # of runs whose score the trainer computed; older ones have none
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     # tokens of a row whose logits a step had at once; null, or none: all

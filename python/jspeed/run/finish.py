@@ -11,7 +11,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from jspeed.base import processes
-from jspeed.base.beside import Knowing
+from jspeed.base.beside import Knowing, defined_as
 from jspeed.base.files import as_text
 from jspeed.data.tokens import TOKENIZER_FILE, unit_of
 from jspeed.errors import BadInput, say, writable_folder
@@ -227,6 +227,7 @@ def record(
     if found := carried(recipe, program):
         run["carried"] = found
         run["weighted"] = recipe.weigh is not None
+        run["told_by"] = defined_as(recipe.beside) if recipe.beside else ""
     return run
 
 

@@ -17,7 +17,7 @@ from jspeed.board.board import Level, Others, RunLine, by_seed, losses, times
 from jspeed.board.records.landing import changed_since, commit_times, files_at
 from jspeed.board.records.store import Problem, Records, Row
 from jspeed.board.records.track import Track
-from jspeed.record.audits import MOST_NUMBERS
+from jspeed.record.audits import MOST_NUMBERS, MOST_PLACES
 from jspeed.record.schema import Unsealed
 
 FASTEST = {"gpu": 2e16, "tpu": 2e16, "cpu": 1e14}
@@ -50,8 +50,17 @@ def unfair(run: Unsealed, track: Track) -> Iterator[str]:
         numbers = found["numbers"].get(program, 0)
         if numbers > most:
             yield f"its {program} holds {numbers:,} numbers as constants, more than {most:,}"
+    for program, most in MOST_PLACES.items():
+        places = found.get("places", {}).get(program)
+        if places is None:
+            yield f"its run.json does not say in how many places its {program} holds numbers"
+        elif places > most:
+            yield f"its {program} holds numbers in {places:,} places, more than {most:,}"
     if found["calls"]:
         yield f"its programs call the host ({', '.join(found['calls'])})"
+    told_by = run.get("told_by", "")  # whose loader sees validation rows, targets too
+    if told_by != "" and not (told_by or "").startswith("jspeed."):
+        yield f"its rows carry what {told_by or 'code of its own'} knows of them"
     if run.get("weighted"):
         yield "its loss is a mean with weights of its own"
     rules = track.rules

@@ -17,11 +17,16 @@ from jspeed.base.jax_versions import literals
 
 @dataclass
 class Inside:
-    """Constants of a program, by the hash of their bytes, and names of its calls to the host."""
+    """Constants of a program, by the hash of their bytes, and names of its calls to the host.
+
+    ``places`` are the scalars as often as they occur, slices, and arrays that are joined: a table
+    of few different numbers is many places. Of several programs it is the most of one.
+    """
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     scalars: set[tuple[str, str]] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
+    places: int = 0
 
     @property
     def numbers(self) -> int:
@@ -33,24 +38,38 @@ class Inside:
         self.arrays |= other.arrays
         self.scalars |= other.scalars
         self.calls |= other.calls
+        self.places = max(self.places, other.places)
 
     def look(self, jaxpr: Any) -> None:
-        """Note the constants and calls of ``jaxpr`` and of those inside it."""
+        """Note the constants and calls of ``jaxpr``, a program, and of those inside it."""
+        self.places = max(self.places, self._look(jaxpr, {}))
+
+    def _look(self, jaxpr: Any, seen: dict[int, Any]) -> int:
+        """Return the places of ``jaxpr``; a function that is called again counts once."""
         for value in getattr(jaxpr, "consts", ()):
             self._constant(value)
         inner = getattr(jaxpr, "jaxpr", jaxpr)
+        if id(inner) in seen:
+            return 0
+        seen[id(inner)] = inner  # which keeps its id
         for value in literals(inner.outvars):
             self._constant(value)
+        places = 0
         for equation in inner.eqns:
-            if "callback" in equation.primitive.name:
-                self.calls.add(equation.primitive.name)
-            for value in literals(equation.invars):
+            name = equation.primitive.name
+            if "callback" in name:
+                self.calls.add(name)
+            scalars = list(literals(equation.invars))
+            for value in scalars:
                 self._constant(value)
+            joined = len(equation.invars) if name == "concatenate" else 0
+            places += max(len(scalars), joined) + (name == "slice")
             for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_has_operations):
                 if _has_operations(value):
-                    self.look(value)
+                    places += self._look(value, seen)
                 elif isinstance(value, np.ndarray | jax.Array):
                     self._constant(value)
+        return places
 
     def _constant(self, value: Any) -> None:
         kind = getattr(value, "dtype", np.dtype(float))

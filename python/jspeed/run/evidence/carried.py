@@ -32,7 +32,12 @@ def carried(recipe: Recipe, program: Program) -> Carried | None:
             if count >= NAMED:
                 shape, dtype = list(array.shape), str(array.dtype)
                 arrays.append({"program": name, "shape": shape, "dtype": dtype, "numbers": count})
-    return {"numbers": numbers, "arrays": arrays, "calls": sorted(program.host_calls())}
+    return {
+        "numbers": numbers,
+        "places": {name: inside.places for name, inside in program.inside.items()},
+        "arrays": arrays,
+        "calls": sorted(program.host_calls()),
+    }
 
 
 def of_tokenizer(array: np.ndarray, recipe: Recipe) -> bool:
