@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +41,10 @@ gc.set_threshold(200_000, 50, 1000)
 gc.unfreeze = lambda: None  # which a run ends with: the next one would look through all again
 
 # A new one for each program is a fifth of the time that a single operation takes to compile.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+# Threads that compile side by side have their own: a context is not locked.
+new_context = mlir.make_ir_context
+mlir.make_ir_context = lambda: contexts_of(threading.get_ident())
+contexts_of = functools.cache(lambda _: new_context())
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every program that tests
 # interrupt.
