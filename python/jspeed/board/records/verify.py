@@ -216,10 +216,15 @@ def weights(records: Records) -> Iterator[Problem]:
 
 def audits(records: Records, now: datetime) -> Iterator[Problem]:
     """Every audit-HASH.json is beside the run that it names, found its loss again, and is of the
-    parameters that are kept for it."""
+    parameters that are kept for it, which are no other run's."""
     beside = {(row.path.parent, row.run["sha256"]): row.run for row in records.rows}
     kept = {weights["run"]: weights["sha256"] for weights in records.weights.values()}
+    audited: dict[str, str] = {}
     for path, audit in records.audits.items():
+        other = audited.setdefault(audit["weights"], audit["run"])
+        if other != audit["run"]:
+            wanted = f"other parameters than those audited for run {other[:12]}..."
+            yield wrong(path, "weights", wanted, f"{audit['weights'][:12]}...")
         run = beside.get((path.parent, audit["run"]))
         if run is None:
             yield wrong(path, "run", "the sha256 of a run beside it", f"{audit['run'][:12]}...")
