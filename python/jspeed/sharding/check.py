@@ -147,11 +147,16 @@ def check(function: Callable[..., Any], *arguments: Any, data: str | Sequence[st
     Raises :class:`BadInput` where ``data`` names no parameter, and what JAX raises for the
     function.
     """
-    # What JAX traced before, of a matmul say, has the source lines of its first caller.
-    jax.clear_caches()
     traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*arguments)
     lowered = traced.lower()
-    compiled = lowered.compile()
+    # A program that was kept has the source lines of whoever compiled the same one first.
+    with_lines = "jax_compilation_cache_include_metadata_in_key"
+    usual = jax.config.values[with_lines]
+    jax.config.update(with_lines, True)
+    try:
+        compiled = lowered.compile()
+    finally:
+        jax.config.update(with_lines, usual)
     trees = lowered.args_info[0]  # without static arguments
     parameters = _parameters(function, len(arguments), len(trees))
     data = [data] if isinstance(data, str) else data
