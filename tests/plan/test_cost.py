@@ -314,7 +314,7 @@ def test_times_by_hand(kernels):
         total, _ = predict.simulate(kernels, cluster)
         parts = total.compute + total.memory + total.exposed_communication + total.launches
         assert parts == pytest.approx(total.total)
-        found = predict.terms_of(kernels, total, cluster)
+        found = predict.terms_of(kernels, cluster)
         assert sum(s for s, _ in found.values()) == pytest.approx(parts + total.empty_blocks)
         assert all(0 <= guessed <= seconds for seconds, guessed in found.values())
     by_flops, _ = assumed.kernel_seconds(kernels[3], sheet)

@@ -290,6 +290,8 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("curve.2.step", 150, "curve[2].step"),
         ("curve.2.timed_seconds", 20.0, "curve[2].timed_seconds"),
         ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),
+        ("curve.1.val_loss", -0.1, "curve[1].val_loss"),
+        ("holdout.val_loss", -0.1, "holdout.val_loss"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(

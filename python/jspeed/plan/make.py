@@ -81,8 +81,7 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
     facts = cluster.target.data_sheet._asdict()
     price, fractions = facts["dollars_per_hour"], facts.pop("fractions")
     made_of = predict.by_term(
-        (step.stage.steps, predict.terms_of(step.kernels, times, cluster))
-        for step, (times, _) in ((s, predict.simulate(s.kernels, cluster)) for s in steps)
+        (step.stage.steps, predict.terms_of(step.kernels, cluster)) for step in steps
     )
     fits, summary = memory_summary(recipe, placement, steps)
     return {

@@ -141,11 +141,9 @@ def bottlenecks(
     ]
 
 
-def terms_of(
-    kernels: Sequence[Kernel], times: Times, cluster: Cluster
-) -> dict[Term, tuple[float, float]]:
-    """(seconds, those of them that are guesses) of a step by term; ``times`` is
-    what :func:`simulate` says of it."""
+def terms_of(kernels: Sequence[Kernel], cluster: Cluster) -> dict[Term, tuple[float, float]]:
+    """(seconds, those of them that are guesses) of a step by term."""
+    times, _ = simulate(kernels, cluster)
     sums: dict[Term, tuple[float, float]] = {}
 
     def add(term: Term, seconds: float, guessed: bool) -> None:
