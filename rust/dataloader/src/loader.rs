@@ -18,7 +18,7 @@ const LANE_LEN: i64 = 16_384;
 
 /// An iterator of batches of token shards, made ahead by one thread.
 ///
-/// The stream depends on the shards, lanes, align, bos_id, stages and shuffle alone: process p of P
+/// The stream depends on the shards, lanes, align, `bos_id`, stages and shuffle alone: process p of P
 /// gets lanes [p * lanes / P, (p + 1) * lanes / P) of the same global batches. docs/data.md has an
 /// example, the type stub `_dataloader.pyi` all arguments and errors.
 #[pyclass(frozen, module = "jspeed._dataloader")]
