@@ -32,6 +32,7 @@ SATELLITES: dict[str, set[str]] = {
     "board": set(),
     "cluster": set(),
     "corpus": set(),
+    "host_table": set(),
     "inference": {"corpus"},
     "kernels": set(),
     "plan": set(),

@@ -17,6 +17,8 @@ __all__ = [
     "Batch",
     "ContextIndex",
     "Matches",
+    "RowPart",
+    "RowTable",
     "Shards",
     "TokenLoader",
     "canonical_mask",
@@ -327,3 +329,137 @@ class ContextIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory, however many tokens there are."""
+
+@final
+class RowPart:
+    """Copies of some of a table's rows, as :meth:`RowTable.read` returns and
+    :meth:`RowTable.append` takes them; read-only arrays."""
+
+    @property
+    def rows(self) -> NDArray[np.uint32]:
+        """(rows,): their numbers."""
+    @property
+    def weights(self) -> NDArray[Any]:
+        """(rows, width) bfloat16."""
+    @property
+    def squares(self) -> NDArray[np.float32]:
+        """(rows,): each mean square after the row's last update."""
+    @property
+    def updates(self) -> NDArray[np.uint32]:
+        """(rows,): how many updates the table had had after that one."""
+
+@final
+class RowTable:
+    """A table of bf16 rows in the host's memory, updated row by row.
+
+    Rows are zeros until an update names them. The rule is :func:`jspeed.optim.rows.row_adam`:
+    Adam without momentum, with one mean square a row, which decays at every update. Gradients of
+    equal rows are summed in fp32, in the order of the list. Results do not depend on the number of
+    threads.
+
+    Memory follows the rows in use: ``2 width + 12`` bytes for each, and 4 bytes for each row of the
+    table. A row moves to the next free place when it is first updated, so frequent rows lie
+    together.
+
+    All methods may be called from any thread, and other Python threads run meanwhile; ``update``
+    and ``append`` wait until nobody reads. No other thread may write to an array that was given.
+
+    Args:
+        num_rows: Rows of the table, less than 2**32 - 1.
+        width: Numbers of a row, at most 65,536.
+        capacity: How many rows may ever be updated; None for all.
+        threads: Threads of a call; None for as many as this process may use cores.
+
+    Raises:
+        BadInput: An argument is out of its range, or a full table needs more memory than the
+            machine and the control groups of this process have left. Nothing is allocated then.
+    """
+
+    def __new__(
+        cls,
+        num_rows: int,
+        width: int,
+        *,
+        capacity: int | None = None,
+        threads: int | None = None,
+    ) -> Self: ...
+    def gather(
+        self, rows: NDArray[np.integer[Any]], out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """Copy ``rows`` (int32, int64 or uint32 ``[n]``) into ``out`` and return it.
+
+        ``out`` is bfloat16 ``[n, width]``, contiguous; None makes one that begins on a cache line.
+        Give the same one again: fresh memory costs more than the copy.
+
+        Raises:
+            BadInput: A row is not in the table, or an array is none of these; ``out`` is unchanged.
+            LoaderForkedError: This process is a fork of the one that made the table.
+        """
+    def update(
+        self,
+        step: int,
+        rows: NDArray[np.integer[Any]],
+        gradients: NDArray[Any],
+        *,
+        learning_rate: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """Change ``rows`` (``[n]``, some of them equal) by ``gradients``, bfloat16 or float32 ``[n,
+        width]``.
+
+        ``step`` is the number of updates so far. The rates are those of this update, as
+        ``row_adam``'s schedules return them.
+
+        Raises:
+            BadInput: A row is not in the table, an array or a rate is none of these, ``step`` is
+                not ``updates``, or more rows than ``capacity`` would be in use; then nothing has
+                changed. Or a gradient is not finite; then all other rows have changed.
+            LoaderForkedError: As :meth:`gather`.
+        """
+    def read(self, first: int, count: int) -> RowPart:
+        """Return copies of ``count`` rows in use, or as many as there are, from the ``first`` on.
+
+        They are in the order in which they came into use.
+        """
+    def append(
+        self,
+        rows: NDArray[np.integer[Any]],
+        weights: NDArray[Any],
+        squares: NDArray[np.float32],
+        updates: NDArray[np.uint32],
+    ) -> None:
+        """Add rows of another table, as :meth:`read` returned them, after :meth:`resume`.
+
+        Raises:
+            BadInput: A row is in use already or not in the table, the arrays do not fit, a row is
+                newer than the table, or there is no room; then nothing has changed.
+        """
+    def resume(self, betas: Sequence[float] | NDArray[np.float32]) -> None:
+        """Go on after updates that had these ``betas``, in a table that has had none.
+
+        Raises:
+            BadInput: The table has had updates, or a beta is not between 0 and 1.
+        """
+    @property
+    def betas(self) -> NDArray[np.float32]:
+        """(updates,): the ``beta2`` of each update."""
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+    @property
+    def capacity(self) -> int:
+        """How many rows may be in use."""
+    @property
+    def used(self) -> int:
+        """How many rows are in use."""
+    @property
+    def updates(self) -> int:
+        """How many updates there were."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in use and of the numbers of all rows."""

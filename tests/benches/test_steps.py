@@ -43,6 +43,13 @@ def test_the_index_is_measured():
 
 
 @pytest.mark.slow
+def test_the_table_of_rows_is_measured():
+    done = bench("rows", "--rows", "70000", "--rounds", "2")
+    assert done.returncode == ("FAIL" in done.stdout), done.stderr
+    assert done.stdout.count("\n") == 13 and done.stdout.count("of a copy") == 4
+
+
+@pytest.mark.slow
 def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(

@@ -20,6 +20,8 @@ NAMES = {
         "Batch",
         "ContextIndex",
         "HEADER_BYTES",
+        "RowPart",
+        "RowTable",
         "header",
     ),
     "jspeed.cli": ("repository",),

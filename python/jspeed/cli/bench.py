@@ -20,6 +20,10 @@ BENCHES = {
             " step"
         ),
     ),
+    "rows": (
+        "rows",
+        ("The table in the host's memory: rows a second and core; exit code 1 when it is too slow"),
+    ),
     "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
     "gpu": (
         "gpu",

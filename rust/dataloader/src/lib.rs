@@ -11,6 +11,7 @@ mod array;
 mod batch;
 mod index;
 mod loader;
+mod rows;
 mod shards;
 
 /// Build the exception of `jspeed.data.errors` that stands for `error`.
@@ -81,6 +82,8 @@ mod _dataloader {
     use super::index::{ContextIndex, Matches};
     #[pymodule_export]
     use super::loader::TokenLoader;
+    #[pymodule_export]
+    use super::rows::{RowPart, RowTable};
     #[pymodule_export]
     use super::shards::Shards;
 }

@@ -1,0 +1,93 @@
+//! Copies of rows that are far apart: fetched ahead, and written past the caches.
+//!
+//! Nobody on the host reads a gathered row again, so it should not push others out of the caches.
+
+/// Rows ahead whose weights are fetched; their numbers are twice as far ahead again.
+pub const AHEAD: usize = 4;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Copy `rows` into `out`: by slot, or zeros where a row has none.
+pub fn gather(rows: &[i64], slots: &[u32], weights: &[u16], out: &mut [u16], width: usize) {
+    let slot_of = |at: usize| {
+        let row = rows.get(at).and_then(|&row| usize::try_from(row).ok())?;
+        Some(slots[row] as usize)
+    };
+    for at in 0..AHEAD.min(rows.len()) {
+        fetch_row(weights, slot_of(at), width);
+    }
+    for (at, out) in out.chunks_exact_mut(width).enumerate() {
+        if let Some(&row) = rows.get(at + 4 * AHEAD) {
+            fetch(slots, usize::try_from(row).unwrap_or_default());
+        }
+        fetch_row(weights, slot_of(at + AHEAD), width);
+        match slot_of(at) {
+            None | Some(0) => out.fill(0),
+            Some(slot) => stream(&weights[(slot - 1) * width..][..width], out),
+        }
+    }
+    fence();
+}
+
+fn fetch_row(weights: &[u16], slot: Option<usize>, width: usize) {
+    if let Some(slot @ 1..) = slot {
+        fetch_all(&weights[(slot - 1) * width..][..width]);
+    }
+}
+
+/// Fetch all lines of `values`.
+pub fn fetch_all<T>(values: &[T]) {
+    let step = (LINE / size_of::<T>()).max(1);
+    for at in (0..values.len()).step_by(step) {
+        fetch(values, at);
+    }
+}
+
+/// Begin to load the line of `values[at]` into the caches; it need not exist.
+pub fn fetch<T>(values: &[T], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch of any address has no effect but on caches.
+        #[expect(unsafe_code, reason = "prefetching has no safe interface")]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_add(at).cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (values, at);
+}
+
+/// Copy a row past the caches where both lie on borders of 16 bytes.
+fn stream(row: &[u16], out: &mut [u16]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__m128i, _mm_load_si128, _mm_stream_si128};
+        #[expect(clippy::cast_ptr_alignment, reason = "looked at in the next line")]
+        let (from, to) = (row.as_ptr().cast::<__m128i>(), out.as_mut_ptr().cast::<__m128i>());
+        if from.is_aligned() && to.is_aligned() && row.len() % 8 == 0 && row.len() == out.len() {
+            for at in 0..row.len() / 8 {
+                // SAFETY: both have as many numbers, which are read and written once, 8 at a time,
+                // at addresses that are aligned to 16 bytes. SSE2 is part of x86-64.
+                #[expect(unsafe_code, reason = "streaming stores have no safe interface")]
+                unsafe {
+                    _mm_stream_si128(to.add(at), _mm_load_si128(from.add(at)));
+                }
+            }
+            return;
+        }
+    }
+    out.copy_from_slice(row);
+}
+
+/// Let what was streamed be seen before what is written later.
+fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: SSE is part of x86-64.
+        #[expect(unsafe_code, reason = "fences of stores have no safe interface")]
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+    }
+}

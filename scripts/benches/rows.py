@@ -1,0 +1,127 @@
+"""Benchmark the table in the host's memory: rows a second and core, NumPy and a copy beside."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jspeed.fields import Count
+from jspeed.host_table import RowTable
+
+from .index import cpu_seconds
+from .loader import Row, show
+
+LISTED = 65_536  # rows of a list
+BLOCK = 128  # rows that NumPy updates at a time
+GATHER, UPDATE = 5e6, 1.5e6  # rows a second and core that must be reached, random rows of 768
+RATES = {"learning_rate": 0.01, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.1}
+BF16 = ml_dtypes.bfloat16
+
+
+def lists(kind: str, rows: int) -> Iterator[np.ndarray]:
+    """Lists of rows, uniform, or by Zipf's law with the places in the table shuffled."""
+    rng = np.random.default_rng(0)
+    if kind == "random":
+        while True:
+            yield rng.integers(0, rows, LISTED)
+    where = rng.permutation(rows)
+    chances = np.cumsum(1 / (np.arange(rows) + 2.7))
+    while True:
+        yield where[np.searchsorted(chances / chances[-1], rng.random(LISTED))]
+
+
+def widened(words: np.ndarray) -> np.ndarray:
+    """Bf16, as uint16, in fp32; by its dtype NumPy takes many times as long."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def numpy_update(
+    table: np.ndarray, square: np.ndarray, rows: np.ndarray, gradients: np.ndarray
+) -> None:
+    """What :meth:`RowTable.update` does, by NumPy, in blocks that stay in the cache; decay of mean
+    squares left out."""
+    order = np.argsort(rows, kind="stable")
+    named, starts = np.unique(rows[order], return_index=True)
+    ends = np.append(starts[1:], len(rows))
+    for block in np.split(np.arange(len(named)), range(BLOCK, len(named), BLOCK)):
+        which, first = named[block], starts[block[0]]
+        values = widened(gradients[order[first : ends[block[-1]]]])
+        sums = np.add.reduceat(values, starts[block] - first)
+        square[which] += 0.05 * np.mean(np.square(sums), 1)
+        old = widened(table[which])
+        change = (0.01 / (np.sqrt(square[which]) + 1e-10))[:, None] * sums
+        change += 1e-5 * old * (change * old > 0)
+        bits = (old - change).view(np.uint32)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        table[which] = bits >> 16
+
+
+def measured(kind: str, rows: int, width: int, rounds: int, threads: int) -> Iterator[Row]:
+    """What there is to say of lists of one kind."""
+    rng = np.random.default_rng(1)
+    table, beside = RowTable(rows, width, threads=threads), np.ones((rows, width), BF16)
+    square, plain = np.ones(rows, np.float32), np.empty((LISTED, width), BF16)
+    gradients = rng.standard_normal((LISTED, width), np.float32).astype(BF16)
+    drawn = lists(kind, rows)
+
+    def update(named: np.ndarray) -> None:
+        table.update(table.updates, named, gradients[: len(named)], **RATES)
+
+    if kind == "random":  # all rows are in use before the first round
+        for part in np.split(rng.permutation(rows), range(LISTED, rows, LISTED)):
+            update(part)
+    else:
+        for _ in range(32):
+            update(next(drawn))
+    out = table.gather(next(drawn))
+    copied = beside[:LISTED].copy()
+    words = beside.view(np.uint16)
+    calls: dict[str, Callable[[np.ndarray], Any]] = {
+        "gather": lambda named: table.gather(named, out),
+        "gather, NumPy": lambda named: np.take(
+            words, named, axis=0, out=plain.view(np.uint16), mode="clip"
+        ),
+        "copy": lambda named: np.copyto(copied, beside[-LISTED:]),
+        "update": update,
+        "update, NumPy": lambda named: numpy_update(
+            words, square, named, gradients.view(np.uint16)
+        ),
+    }
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        named = next(drawn)
+        for name, call in calls.items():
+            took[name].append(cpu_seconds(partial(call, named))[0] / LISTED)
+    row = 2 * width  # bytes
+    copy = 2 * row / min(took["copy"])  # read and written, a second
+    moved = {"gather": 2 * row, "update": 3 * row}
+    must = {"gather": 1e9 / GATHER, "update": 1e9 / UPDATE}
+    asked = kind == "random" and width == 768
+    for name, seconds in took.items():
+        least, middle = min(seconds), statistics.median(seconds)
+        note = f"{1e-6 / least:.2f} M rows/s, median {1e-6 / middle:.2f}"
+        if name in moved:
+            note += f"; {100 * moved[name] / least / copy:.0f} % of a copy"
+        limit = must.get(name) if asked else None
+        yield Row(f"{name}, {kind}", 1e9 * least, "ns a row", limit, note)
+    note = f"{table.used:,} of {rows:,} rows in use"
+    yield Row(f"memory, {kind}", table.nbytes / 1e6, "MB", None, note)
+
+
+def rows(rows: Count = 700_000, width: Count = 768, rounds: Count = 12, threads: Count = 1) -> int:
+    """Measure the table in the host's memory, CPU time of all threads, the least of some rounds;
+    exit code 1 when it is too slow.
+
+    Args:
+        rows: Rows of the table: by default 1 GB.
+        width: Numbers of a row.
+        rounds: Lists of 65,536 rows, each measured by all calls in turn.
+        threads: Threads of the table.
+    """
+    kinds = ("random", "zipf")
+    found = [row for kind in kinds for row in measured(kind, rows, width, rounds, threads)]
+    show(found)
+    return int(any(row.passed is False for row in found))
