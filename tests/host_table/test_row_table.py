@@ -128,8 +128,9 @@ def test_threads_and_buffers_change_no_bit():
     assert table.gather(np.array([], np.uint32)).shape == (0, WIDTH)
 
 
-def test_the_documented_use_runs():
-    assert doctest.testmod(host_table, raise_on_error=True).attempted > 10
+def test_the_documented_use_runs(tmp_path):
+    names = {"folder": tmp_path}
+    assert doctest.testmod(host_table, extraglobs=names, raise_on_error=True).attempted > 10
 
 
 def test_memory_follows_the_rows_in_use():

@@ -20,7 +20,6 @@ NAMES = {
         "Batch",
         "ContextIndex",
         "HEADER_BYTES",
-        "RowPart",
         "RowTable",
         "header",
     ),

@@ -3,7 +3,7 @@
 A step names its rows, gathers them, and returns their gradients:
 
 >>> import ml_dtypes, numpy as np
->>> from jspeed.host_table import RowTable
+>>> from jspeed.host_table import RowTable, load, save
 >>> table = RowTable(1_000_000, 64, capacity=10_000)
 >>> rows = np.array([7, 123_456, 7])
 >>> buffer = table.gather(rows)  # bfloat16 [3, 64], zeros as yet
@@ -15,19 +15,17 @@ A step names its rows, gathers them, and returns their gradients:
 >>> table
 RowTable(1000000 x 64, 2 of 10000 rows in use)
 
-A checkpoint is the betas of all updates, and the rows in use, piece by piece:
+A checkpoint holds the rows in use. The table that is loaded goes on with the same bits:
 
->>> copy = RowTable(1_000_000, 64, capacity=10_000)
->>> copy.resume(table.betas)
->>> for first in range(0, table.used, 4096):
-...     part = table.read(first, 4096)
-...     copy.append(part.rows, part.weights, part.squares, part.updates)
+>>> save(table, folder / "table.safetensors")
+>>> copy = load(folder / "table.safetensors")
 >>> bool((copy.gather(rows) == buffer).all())
 True
 
 The rule of an update is :func:`jspeed.optim.rows.row_adam`. Nothing imports this folder.
 """
 
-from jspeed._dataloader import RowPart, RowTable
+from jspeed._dataloader import RowTable
+from jspeed.host_table.checkpoint import load, save
 
-__all__ = ["RowPart", "RowTable"]
+__all__ = ["RowTable", "load", "save"]
