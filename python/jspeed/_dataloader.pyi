@@ -272,7 +272,7 @@ class ContextIndex:
 
     Args:
         capacity: Tokens of all rows that are ever pushed. All memory is taken at once: 4 bytes a
-            token, and 16 more for each length, for three lengths and 330 million tokens 17.2 GB.
+            token, and 20 more for each length, for three lengths and 330 million tokens 21.1 GB.
         lengths: Tokens of the contexts to look for, each from 1 to 255; the longest that occurred
             is the one told.
         recent: How many occurrences of a context count, the latest ones; at most 255.

@@ -144,7 +144,7 @@ def test_steps_follow_each_other_and_see_no_later_one():
 
 def test_memory_is_stated_and_enforced():
     index = ContextIndex(6, lengths=[1, 2], bos_id=BOS, threads=1)
-    assert index.nbytes == 6 * (4 + 2 * 16) + 2 * 8
+    assert index.nbytes == 6 * (4 + 2 * 8) + 2 * 16 * 8  # slots come in lines of eight
     index.push(0, np.ones((1, 4), np.uint16))
     with pytest.raises(
         BadInput, match="step 1 has 3 tokens, but the index holds 4 and has room for 6"
@@ -238,6 +238,14 @@ FORKS = """
             os._exit(repr(index) != "ContextIndex(made before a fork)")
         assert os.waitpid(child, 0)[1] == 0
     pushes.join()
+    pushes = None
+    for _ in range(40):  # its threads may sleep, or be about to
+        index.query(40, rows[:1, :100])
+        child = os.fork()
+        if not child:
+            del index
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 """
 
 
