@@ -21,6 +21,7 @@ __all__ = [
     "RowTable",
     "Shards",
     "TokenLoader",
+    "available_memory",
     "canonical_mask",
     "header",
 ]
@@ -30,6 +31,10 @@ HEADER_BYTES: Final[int]
 
 def header(tokens: int, wide: bool = False) -> bytes:
     """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that this process may still use: what Linux calls available, and
+    no more than its control groups (version 2) have left; None on other systems."""
 
 def canonical_mask(tokens: Sequence[bytes], size: int) -> NDArray[np.uint8]:
     """Return which token can never be directly after which other one in what GPT-2's tokenizer

@@ -3,18 +3,28 @@
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jspeed.data import find_split
+from jspeed.data.find_shards import map_tokens
+from jspeed.errors import BadInput
 from jspeed.fields import Count
 from jspeed.host_table import RowTable
+from jspeed.model.ngrams import bigram_rows, trigram_rows
+from jspeed.recipes import r92
 
 from .index import cpu_seconds
 from .loader import Row, show
 
 LISTED = 65_536  # rows of a list
+STEP = r92.LANES * 32_768  # tokens of a step of r92's second stage
+LEAST = 32  # steps
+ROW = 2 * r92.WIDTH + 12  # bytes of a row in use
 BLOCK = 128  # rows that NumPy updates at a time
 GATHER, UPDATE = 5e6, 1.5e6  # rows a second and core that must be reached, random rows of 768
 RATES = {"learning_rate": 0.01, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.1}
@@ -111,16 +121,81 @@ def measured(kind: str, rows: int, width: int, rounds: int, threads: int) -> Ite
     yield Row(f"memory, {kind}", table.nbytes / 1e6, "MB", None, note)
 
 
-def rows(rows: Count = 700_000, width: Count = 768, rounds: Count = 12, threads: Count = 1) -> int:
+def named(tokens: np.ndarray) -> np.ndarray:
+    """The rows that r92 looks up for ``tokens`` ``[B, T]``, two for each."""
+    half = r92.NGRAMS // 2
+    tokens_BT = jnp.asarray(tokens, jnp.int32)
+    both = bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, half)
+    return np.concatenate([np.asarray(each).reshape(-1) for each in both])
+
+
+def extrapolated(counts: list[np.ndarray], times: float) -> float:
+    """Rows in use after ``times`` as many tokens as the last of ``counts``, bigrams' and trigrams'
+    rows after half of the tokens and after all.
+
+    Different n-grams grow as a power of tokens, that of the last doubling (Heaps' law); and so many
+    hashes, of which some are equal, fill ``1 - exp(-n / rows)`` of the rows.
+    """
+    half = r92.NGRAMS // 2
+    before, now = (-half * np.log1p(-count / half) for count in counts)
+    return float(np.sum(-half * np.expm1(-now * times ** np.log2(now / before) / half)))
+
+
+def in_text(folder: Path) -> Iterator[Row]:
+    """How many rows of r92's table a text names."""
+    shards = find_split(folder, "train")
+    text = np.concatenate([map_tokens(path, shards.dtype) for path in shards.paths])
+    steps = len(text) // STEP
+    if steps < LEAST:
+        raise BadInput(
+            f"{folder} has {len(text):,} training tokens, but {LEAST * STEP:,} are needed to"
+            " extrapolate from; give a larger --data"
+        )
+    used = np.zeros(r92.NGRAMS, bool)
+    marks = {steps >> shift for shift in range(6)} - {0}
+    counts, shares = [], []
+    for step in range(steps):
+        which = named(text[step * STEP :][:STEP].reshape(r92.LANES, -1))
+        used[which] = True
+        shares.append(len(np.unique(which)) / len(which))
+        if step + 1 in marks:
+            counts.append(used.reshape(2, -1).sum(1))
+            count = int(counts[-1].sum())
+            note = f"{100 * count / len(used):.0f} % of the table, {count * ROW / 1e9:.1f} GB"
+            tokens = (step + 1) * STEP / 1e6
+            yield Row(f"rows named by {tokens:.1f} M tokens", count / 1e6, "M rows", None, note)
+    note = f"of the look-ups of {STEP:,} tokens; a mean of {steps} steps"
+    yield Row("distinct rows of a step", 100 * float(np.mean(shares)), "%", None, note)
+    expected, found = extrapolated(counts[-3:-1], 2), float(np.sum(counts[-1]))
+    note = f"of those of {2 * (steps // 2) * STEP / 1e6:.1f} M tokens, by the law from half of them"
+    yield Row("extrapolated", 100 * expected / found, "%", None, note)
+    whole = r92.RECIPE.tokens
+    most = extrapolated(counts[-2:], whole / (steps * STEP))
+    note = f"{100 * most / len(used):.0f} % of the table, {most * ROW / 1e9:.0f} GB"
+    yield Row(f"rows of a run, {whole / 1e6:.0f} M tokens", most / 1e6, "M rows", None, note)
+
+
+def rows(
+    data: Path | None = None,
+    rows: Count = 700_000,
+    width: Count = 768,
+    rounds: Count = 12,
+    threads: Count = 1,
+) -> int:
     """Measure the table in the host's memory, CPU time of all threads, the least of some rounds;
     exit code 1 when it is too slow.
 
     Args:
+        data: A folder of shards of GPT-2 tokens: count instead how many rows of r92's table they
+            name, and so how much memory a run takes.
         rows: Rows of the table: by default 1 GB.
         width: Numbers of a row.
         rounds: Lists of 65,536 rows, each measured by all calls in turn.
         threads: Threads of the table.
     """
+    if data:
+        show(list(in_text(data)))
+        return 0
     kinds = ("random", "zipf")
     found = [row for kind in kinds for row in measured(kind, rows, width, rounds, threads)]
     show(found)

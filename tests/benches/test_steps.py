@@ -50,6 +50,12 @@ def test_the_table_of_rows_is_measured():
 
 
 @pytest.mark.slow
+def test_rows_that_a_text_names_are_counted(shards):
+    done = bench("rows", "--data", shards)
+    assert done.returncode == 2 and "8,388,608 are needed" in done.stderr
+
+
+@pytest.mark.slow
 def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(

@@ -55,6 +55,7 @@ def test_what_is_there(cache, capsys):
     assert found["fp8"]["matmuls"] == "emulated" and found["machine"]["cores"] == len(
         os.sched_getaffinity(0)
     )
+    assert 0 < found["machine"]["available_memory"] < found["machine"]["memory"]
     assert found["cache"]["programs"] == 1234 and found["cache"]["folder"] == str(cache)
     assert found["cache"]["data"] == sum(
         path.stat().st_size for path in (cache / "data").rglob("*") if path.is_file()

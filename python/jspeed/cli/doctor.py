@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jspeed
+from jspeed._dataloader import available_memory
 from jspeed.base.cores import cores
 from jspeed.base.files import cache_folder
 from jspeed.base.numbers import size
@@ -72,6 +73,7 @@ def collect() -> dict[str, Any]:
         "machine": {
             "cores": cores(),
             "memory": memory,
+            "available_memory": available_memory(),
             "system": f"{platform.system()} {platform.machine()}",
         },
         **devices,
@@ -239,6 +241,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     memory_of_one = (
         f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
     )
+    left = machine["available_memory"]
+    available = f", {size(left)} of it free" if left is not None else ""
     chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
     rows = [
         ("jspeed", f"{report['jspeed']} in {report['package']}"),
@@ -247,7 +251,8 @@ def as_text(report: Mapping[str, Any]) -> str:
         ("packages", packages),
         (
             "machine",
-            f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory",
+            f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"
+            f"{available}",
         ),
         (
             "devices",

@@ -68,10 +68,18 @@ fn canonical_mask(
     array::numpy(py, &Arc::new(mask), |mask| mask, "u1", &[size, size / 8])
 }
 
+/// Bytes of memory that this process may still use, None where the system does not tell.
+#[pyfunction]
+fn available_memory() -> Option<u64> {
+    jspeed_row_table::available_memory()
+}
+
 #[pymodule(gil_used = false)]
 mod _dataloader {
     #[pymodule_export]
     const HEADER_BYTES: usize = super::core::HEADER_BYTES;
+    #[pymodule_export]
+    use super::available_memory;
     #[pymodule_export]
     use super::batch::Batch;
     #[pymodule_export]

@@ -31,6 +31,7 @@ mod tests;
 pub use arithmetic::Gradient;
 use arithmetic::{Change, change_rows};
 use decay::Decay;
+pub use memory::available as available_memory;
 
 /// A wrong argument, or memory that the machine does not have, in a complete message.
 #[derive(Debug, Clone, PartialEq, Eq)]

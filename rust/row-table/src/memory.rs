@@ -68,14 +68,19 @@ pub fn map(bytes: usize, huge: bool, rows: usize, capacity: usize) -> Result<Mma
 /// Bytes that this process may still use: what the system calls available, and no more than its
 /// control groups have left. `None` where the system does not tell.
 pub fn available() -> Option<u64> {
-    let free = memory_available(&read("/proc/meminfo")?)?;
-    let own = read("/proc/self/cgroup").unwrap_or_default();
+    available_under(Path::new("/"))
+}
+
+/// [`available`], of the files of Linux under `root`.
+pub fn available_under(root: &Path) -> Option<u64> {
+    let free = memory_available(&read(root.join("proc/meminfo"))?)?;
+    let own = read(root.join("proc/self/cgroup")).unwrap_or_default();
     // Version 2 has one line, "0::/path"; a group is limited by all above it.
     let path = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let root = Path::new("/sys/fs/cgroup");
-    let left = root.join(path);
-    let left = left.ancestors().take_while(|group| group.starts_with(root)).filter_map(group_left);
-    left.chain([free]).min()
+    let groups = root.join("sys/fs/cgroup");
+    let own = groups.join(path);
+    let left = own.ancestors().take_while(|group| group.starts_with(&groups));
+    left.filter_map(group_left).chain([free]).min()
 }
 
 fn read(path: impl AsRef<Path>) -> Option<String> {

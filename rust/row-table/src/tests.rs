@@ -198,6 +198,31 @@ fn a_table_larger_than_memory_is_refused_before_it_is_made() {
 }
 
 #[test]
+fn the_tightest_control_group_limits_memory() {
+    let root = std::env::temp_dir().join(format!("jspeed-memory-{}", std::process::id()));
+    let write = |name: &str, text: &str| {
+        let path = root.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    assert_eq!(memory::available_under(&root), None);
+    write("proc/meminfo", "MemTotal: 90 kB\nMemAvailable:      80 kB\n");
+    assert_eq!(memory::available_under(&root), Some(80 * 1024));
+    write("proc/self/cgroup", "0::/all/own\n");
+    write("sys/fs/cgroup/all/own/memory.max", "max\n");
+    write("sys/fs/cgroup/all/memory.max", "50000\n");
+    write("sys/fs/cgroup/all/memory.current", "30000\n");
+    assert_eq!(memory::available_under(&root), Some(20_000));
+    // Pages of files are given back.
+    write("sys/fs/cgroup/all/memory.stat", "anon 7\nactive_file 4000\ninactive_file 1000\n");
+    assert_eq!(memory::available_under(&root), Some(25_000));
+    write("sys/fs/cgroup/all/own/memory.max", "9000\n");
+    write("sys/fs/cgroup/all/own/memory.current", "9001\n");
+    assert_eq!(memory::available_under(&root), Some(0));
+    std::fs::remove_dir_all(root).unwrap();
+}
+
+#[test]
 fn bf16_is_rounded_to_nearest_even() {
     let half = 1.0 / 256.0; // of the distance of two bf16 numbers from 1 on
     for (value, expected) in [(1.0, 0x3f80), (1.0 + half, 0x3f80), (1.0 + 3.0 * half, 0x3f82)] {
