@@ -27,6 +27,7 @@ mod error;
 mod loader;
 #[cfg_attr(not(all(target_os = "linux", not(miri))), path = "no_mapping.rs")]
 mod mapping;
+mod plan;
 mod read;
 mod shard;
 mod shuffle;

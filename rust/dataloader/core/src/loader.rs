@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crate::batch::{Batch, Pool};
 use crate::config::Config;
 use crate::error::{Error, Kind};
+use crate::plan::Plan;
 use crate::shard::Catalog;
 use crate::state::{self, Cursor, Value};
 use crate::stream::Stream;
@@ -36,8 +37,8 @@ pub struct Stats {
     pub waited: f64,
     /// Of these, for the one that took longest.
     pub longest_wait: f64,
-    /// Seconds that a consumer waited for each of the last [`Stats::WAITS`] batches, in no order.
-    waits: Vec<f64>,
+    /// Seconds that a consumer waited for each of the last [`Stats::WAITS`] batches.
+    waits: VecDeque<f64>,
 }
 
 impl Stats {
@@ -51,17 +52,16 @@ impl Stats {
         let wait = wait.as_secs_f64();
         self.waited += wait;
         self.longest_wait = self.longest_wait.max(wait);
-        let place = usize::try_from(self.batches).unwrap_or_default() % Self::WAITS;
-        if place == self.waits.len() {
-            self.waits.push(0.0);
+        if self.waits.len() == Self::WAITS {
+            self.waits.pop_front();
         }
-        self.waits[place] = wait;
+        self.waits.push_back(wait);
         self.batches += 1;
     }
 
     /// The wait that `percent` of the last waits do not exceed; zero before the first.
     pub fn wait_percentile(&self, percent: usize) -> Duration {
-        let mut sorted = self.waits.clone();
+        let mut sorted = Vec::from(self.waits.clone());
         sorted.sort_by(f64::total_cmp);
         let rank = (sorted.len() * percent).div_ceil(100);
         Duration::from_secs_f64(sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default())
@@ -248,12 +248,12 @@ impl Loader {
             return Ok(());
         }
         let stop = Arc::new(AtomicBool::new(false));
-        let (catalog, config) = (Arc::clone(&self.catalog), Arc::clone(&self.config));
+        let plan = Plan::new(Arc::clone(&self.catalog), Arc::clone(&self.config));
         let (pool, start) = (Arc::clone(&self.pool), inner.delivered);
         let (shared, flag) = (Arc::clone(&self.shared), Arc::clone(&stop));
-        let depth = config.prefetch;
+        let depth = self.config.prefetch;
         let work = move || {
-            let mut stream = Stream::new(catalog, config, pool, start, Arc::clone(&flag));
+            let mut stream = Stream::new(plan, pool, start, Arc::clone(&flag));
             produce(&mut stream, &shared, &flag, depth);
         };
         let handle =
@@ -397,7 +397,7 @@ mod tests {
     #[test]
     fn a_percentile_is_a_wait_that_so_many_do_not_exceed() {
         let of = |waits: &[f64]| {
-            let stats = Stats { waits: waits.to_vec(), ..Stats::default() };
+            let stats = Stats { waits: waits.to_vec().into(), ..Stats::default() };
             [50, 99, 100].map(|percent| stats.wait_percentile(percent).as_secs())
         };
         assert_eq!(of(&[]), [0; 3]);

@@ -8,24 +8,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::batch::{Batch, Pool, Shape};
-use crate::config::{Config, Order, Stage, whole_blocks};
+use crate::config::{Config, Order, Stage};
 use crate::error::{Error, Kind};
+use crate::plan::Plan;
 use crate::read::{ReadAhead, Readers};
-use crate::shard::Catalog;
-use crate::shuffle::{Permutation, draw};
 use crate::state::Cursor;
 
 /// Batches, one after the other.
 pub struct Stream {
-    catalog: Arc<Catalog>,
-    config: Arc<Config>,
+    plan: Plan,
     pool: Arc<Pool>,
     stop: Arc<AtomicBool>,
     cursor: Cursor,
     readers: Readers,
     ahead: ReadAhead,
-    /// Blocks before each shard, then their total; empty unless blocks are shuffled.
-    blocks: Vec<usize>,
     /// Where the documents of a lane end.
     ends: Vec<usize>,
 }
@@ -49,23 +45,9 @@ impl Draft {
 
 impl Stream {
     /// A stream that continues at `cursor` and gives up with an error once `stop` is set.
-    pub fn new(
-        catalog: Arc<Catalog>,
-        config: Arc<Config>,
-        pool: Arc<Pool>,
-        cursor: Cursor,
-        stop: Arc<AtomicBool>,
-    ) -> Self {
-        let mut blocks = Vec::new();
-        if let Order::Blocks { block_tokens, .. } = config.order {
-            blocks.push(0);
-            blocks.extend(catalog.shards().iter().scan(0, |total, shard| {
-                *total += whole_blocks(shard.tokens, block_tokens);
-                Some(*total)
-            }));
-        }
-        let (readers, ahead) = (Readers::new(config.backend), ReadAhead::default());
-        Self { catalog, config, pool, stop, cursor, readers, ahead, blocks, ends: Vec::new() }
+    pub fn new(plan: Plan, pool: Arc<Pool>, cursor: Cursor, stop: Arc<AtomicBool>) -> Self {
+        let (readers, ahead) = (Readers::new(plan.config.backend), ReadAhead::default());
+        Self { plan, pool, stop, cursor, readers, ahead, ends: Vec::new() }
     }
 
     /// Make the next batch; `None` after the last. Errors: a shard that changed or cannot be read,
@@ -80,103 +62,87 @@ impl Stream {
     }
 
     fn make(&mut self) -> Result<Option<Batch>, Error> {
-        let Some(&stage) = self.config.stage_at(self.cursor.step) else { return Ok(None) };
+        let Some(&stage) = self.plan.config.stage_at(self.cursor.step) else { return Ok(None) };
         let mut at = self.cursor;
-        if self.is_over(at) {
+        if self.plan.is_over(at) {
             return Ok(None);
         }
-        let local = self.config.local_lanes();
+        let local = self.plan.config.local_lanes();
         let Stage { lane_len, max_docs, .. } = stage;
-        let shape = Shape { rows: local.len(), lane_len, width: self.catalog.width(), max_docs };
+        let shape =
+            Shape { rows: local.len(), lane_len, width: self.plan.catalog.width(), max_docs };
         let batch = Batch::new(&self.pool, shape)?;
         let mut draft = Draft { batch, stage, local, foreign: None };
         let (bytes, switches) = (self.readers.bytes_read(), self.readers.switches());
         let mut dropped = 0;
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
-        let end = loop {
+        let start = loop {
             if self.stop.load(Ordering::Relaxed) {
                 return Err(Error::stopped());
             }
-            if let Some(end) = self.fill(&mut draft, at)? {
-                break end;
+            let start = at;
+            if self.fill(&mut draft, &mut at)? {
+                break start;
             }
             draft.foreign = None;
-            dropped += self.segment_len(at) - at.offset;
-            at = self.next_segment(at);
+            dropped += self.plan.segment_len(start) - start.offset;
+            at = self.plan.next_segment(start);
             if at.shard == 0 {
                 if from_the_start {
                     return Err(self.no_batch(stage));
                 }
                 from_the_start = true;
             }
-            if self.is_over(at) {
+            if self.plan.is_over(at) {
                 return Ok(None);
             }
         };
         if let Some(error) = draft.foreign {
             return Err(error);
         }
-        let used = match self.config.order {
+        let used = match self.plan.config.order {
             Order::Documents => lane_len + 1,
             Order::Windows { .. } => 0,
             Order::Contiguous | Order::Blocks { .. } => lane_len,
         };
-        dropped += end - at.offset - self.config.lanes * used;
-        self.cursor = Cursor { step: self.cursor.step + 1, offset: end, ..at };
+        dropped += at.offset - start.offset - self.plan.config.lanes * used;
+        self.cursor = Cursor { step: self.cursor.step + 1, ..at };
         self.read_ahead();
         let mut batch = draft.batch;
-        batch.step = self.cursor.step - 1;
-        batch.epoch = at.epoch;
-        batch.dropped = dropped as u64;
+        (batch.step, batch.epoch, batch.dropped) = (start.step, start.epoch, dropped as u64);
         batch.bytes_read = self.readers.bytes_read() - bytes;
         batch.switches = self.readers.switches() - switches;
         batch.after = self.cursor;
         Ok(Some(batch))
     }
 
-    fn is_over(&self, at: Cursor) -> bool {
-        self.config.epochs.is_some_and(|epochs| at.epoch >= epochs)
-    }
-
-    /// Tokens of the segment in which `at` lies: a shard, or all where the order mixes them.
-    fn segment_len(&self, at: Cursor) -> usize {
-        let shards = self.catalog.shards();
-        let mixed = self.config.order.mixes_shards();
-        if mixed { self.catalog.num_tokens() } else { shards[at.shard].tokens }
-    }
-
-    fn next_segment(&self, at: Cursor) -> Cursor {
-        let last = self.config.order.mixes_shards() || at.shard + 1 == self.catalog.shards().len();
-        let (epoch, shard) = if last { (at.epoch + 1, 0) } else { (at.epoch, at.shard + 1) };
-        Cursor { epoch, shard, offset: 0, ..at }
-    }
-
     fn read_ahead(&mut self) {
-        let (here, next) = (self.cursor, self.next_segment(self.cursor));
-        if !self.config.order.mixes_shards() && next.shard != here.shard && !self.is_over(next) {
-            let shard = &self.catalog.shards()[next.shard];
-            self.ahead.advise(next.shard, shard, here.offset, self.segment_len(here));
+        let (here, next) = (self.cursor, self.plan.next_segment(self.cursor));
+        if !self.plan.config.order.mixes_shards()
+            && next.shard != here.shard
+            && !self.plan.is_over(next)
+        {
+            let shard = &self.plan.catalog.shards()[next.shard];
+            self.ahead.advise(next.shard, shard, here.offset, self.plan.segment_len(here));
         }
     }
 
-    /// Fill all lanes from `at` on, in one segment, and return the token after the last; `None`
-    /// where the segment ends before.
-    fn fill(&mut self, draft: &mut Draft, at: Cursor) -> Result<Option<usize>, Error> {
-        if self.config.order == Order::Documents {
+    /// Fill all lanes from `at` on, in one segment, and move `at` behind them; false where the
+    /// segment ends before.
+    fn fill(&mut self, draft: &mut Draft, at: &mut Cursor) -> Result<bool, Error> {
+        if self.plan.config.order == Order::Documents {
             return self.pack(draft, at);
         }
         let Stage { lane_len, max_docs, .. } = draft.stage;
-        let mut end = at.offset;
-        for lane in 0..self.config.lanes {
-            let Some((shard, start, after)) = self.window(at, lane, end, lane_len) else {
-                return Ok(None);
+        for lane in 0..self.plan.config.lanes {
+            let Some((shard, start)) = self.plan.window(at, lane, lane_len) else {
+                return Ok(false);
             };
-            end = after;
             let Some(row) = draft.row(lane) else { continue };
             self.copy(draft, row, 0, shard, start..start + lane_len + 1)?;
             let Some(max_docs) = max_docs else { continue };
             self.ends.clear();
-            let starts = draft.batch.row(row).positions(self.config.bos_id);
+            let starts = draft.batch.row(row).positions(self.plan.config.bos_id);
             self.ends.extend(starts.filter(|at| (1..lane_len).contains(at)));
             self.ends.push(lane_len);
             let found = self.ends.len();
@@ -185,31 +151,34 @@ impl Stream {
             }
             draft.batch.set_documents(row, &self.ends);
         }
-        Ok(Some(end))
+        Ok(true)
     }
 
     /// The rules of modded-nanogpt: a lane is filled with documents, each from its first token and
     /// cut at `max_doc_len` or at the end of the lane; the cut-off rest is skipped. The last
     /// document of a shard ends with the shard. If the shard has too few tokens left for a
     /// whole batch, they are dropped.
-    fn pack(&mut self, draft: &mut Draft, at: Cursor) -> Result<Option<usize>, Error> {
-        let Config { bos_id, lanes, .. } = *self.config;
+    fn pack(&mut self, draft: &mut Draft, at: &mut Cursor) -> Result<bool, Error> {
+        let Config { bos_id, lanes, .. } = *self.plan.config;
         let Stage { lane_len, max_doc_len, max_docs, .. } = draft.stage;
-        let (shard, tokens) = (at.shard, self.catalog.shards()[at.shard].tokens);
+        let (shard, tokens) = (at.shard, self.plan.catalog.shards()[at.shard].tokens);
         let width = lane_len + 1;
         if tokens - at.offset < lanes.saturating_mul(width) {
-            return Ok(None);
+            return Ok(false);
         }
-        let (mut end, mut most, mut over) = (at.offset, 0, None);
+        let (mut most, mut over) = (0, None);
         for lane in 0..lanes {
-            let (row, from) = (draft.row(lane), end);
-            let (mut filled, mut first) = (0, from);
+            let row = draft.row(lane);
+            let (mut filled, mut first) = (0, at.offset);
             self.ends.clear();
             while filled < width {
-                let Some(start) = self.find(shard, bos_id, end..tokens)? else { return Ok(None) };
+                let Some(start) = self.find(shard, bos_id, at.offset..tokens)? else {
+                    return Ok(false);
+                };
                 let longest = max_doc_len.unwrap_or(width).min(width - filled).min(tokens - start);
                 let next = self.find(shard, bos_id, start + 1..start + longest)?;
-                end = next.unwrap_or(start + longest);
+                let end = next.unwrap_or(start + longest);
+                at.offset = end;
                 if let Some(row) = row {
                     self.copy(draft, row, filled, shard, start..end)?;
                 }
@@ -233,7 +202,7 @@ impl Stream {
         if let (Some((lane, first, found)), Some(max_docs)) = (over, max_docs) {
             return Err(self.too_many_documents((shard, first), lane, found, max_docs, most));
         }
-        Ok(Some(end))
+        Ok(true)
     }
 
     fn find(
@@ -242,7 +211,7 @@ impl Stream {
         token: u32,
         range: Range<usize>,
     ) -> Result<Option<usize>, Error> {
-        self.readers.get(&self.catalog, shard)?.find(token, range, &self.stop)
+        self.readers.get(&self.plan.catalog, shard)?.find(token, range, &self.stop)
     }
 
     /// Copy tokens of a shard into a row, from its token `to` on, and look for ids that it must not
@@ -256,9 +225,9 @@ impl Stream {
         range: Range<usize>,
     ) -> Result<(), Error> {
         let start = range.start;
-        let tokens = self.readers.get(&self.catalog, shard)?.tokens(range)?;
+        let tokens = self.readers.get(&self.plan.catalog, shard)?.tokens(range)?;
         draft.batch.copy(row, to, tokens);
-        let Some(vocab_size) = self.config.vocab_size else { return Ok(()) };
+        let Some(vocab_size) = self.plan.config.vocab_size else { return Ok(()) };
         if let Some(at) = tokens.find_outside(vocab_size).filter(|_| draft.foreign.is_none()) {
             draft.foreign = Some(Error::new(
                 Kind::TokenRange,
@@ -266,7 +235,7 @@ impl Stream {
                     "shard {} holds token id {} at token position {}, but vocab_size={vocab_size} \
                      allows ids below {vocab_size} only; use the vocabulary the shard was made \
                      with or make the shard again",
-                    self.catalog.shards()[shard].path.display(),
+                    self.plan.catalog.shards()[shard].path.display(),
                     tokens.at(at),
                     start + at
                 ),
@@ -275,84 +244,9 @@ impl Stream {
         Ok(())
     }
 
-    /// Where the window of a lane starts, its shard and token, and where the lane after it would.
-    fn window(
-        &self,
-        at: Cursor,
-        lane: usize,
-        end: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize, usize)> {
-        match self.config.order {
-            Order::Contiguous => self.next_in_shard(at, end, lane_len),
-            Order::Blocks { seed, block_tokens } => {
-                self.next_in_blocks(at.epoch, seed, block_tokens, end, lane_len)
-            }
-            Order::Windows { seed } => self.anywhere(seed, lane, end, lane_len),
-            Order::Documents => None,
-        }
-    }
-
-    /// Window after window; a shard is left when its lanes and their last target do not fit.
-    fn next_in_shard(
-        &self,
-        at: Cursor,
-        end: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize, usize)> {
-        let all = self.config.lanes.checked_mul(lane_len)?.checked_add(at.offset)?;
-        (all < self.catalog.shards()[at.shard].tokens).then_some((at.shard, end, end + lane_len))
-    }
-
-    /// As contiguous, over the blocks of all shards in the order of this epoch; a window that would
-    /// cross the end of its block (possible after a change of stage) starts with the next block.
-    fn next_in_blocks(
-        &self,
-        epoch: u64,
-        seed: u64,
-        block_tokens: usize,
-        end: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize, usize)> {
-        let count = *self.blocks.last()?;
-        let crosses = end % block_tokens + lane_len > block_tokens;
-        let end = if crosses { end.next_multiple_of(block_tokens) } else { end };
-        if end >= count * block_tokens {
-            return None;
-        }
-        let order = Permutation::new(count as u64, seed, epoch);
-        let block = usize::try_from(order.at((end / block_tokens) as u64)).ok()?;
-        let shard = self.blocks.partition_point(|before| *before <= block) - 1;
-        let start = (block - self.blocks[shard]) * block_tokens + end % block_tokens;
-        Some((shard, start, end + lane_len))
-    }
-
-    /// As nanoGPT: a lane starts at any token that has `lane_len` more after it in its shard. The
-    /// draws depend on the step number only, so the saved position stays 0.
-    fn anywhere(
-        &self,
-        seed: u64,
-        lane: usize,
-        end: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize, usize)> {
-        let starts =
-            self.catalog.shards().iter().map(|shard| shard.tokens.saturating_sub(lane_len));
-        let total: usize = starts.clone().sum();
-        let drawn = draw(total as u64, seed, self.cursor.step, lane as u64);
-        let mut start = usize::try_from(drawn).ok()?;
-        for (shard, here) in starts.enumerate() {
-            if start < here {
-                return Some((shard, start, end));
-            }
-            start -= here;
-        }
-        None
-    }
-
     fn no_batch(&self, stage: Stage) -> Error {
-        let Config { lanes, order, bos_id, .. } = *self.config;
-        let shards = self.catalog.shards();
+        let Config { lanes, order, bos_id, .. } = *self.plan.config;
+        let shards = self.plan.catalog.shards();
         let start = match order {
             Order::Documents => format!(" that start at a document (token {bos_id})"),
             _ => String::new(),
@@ -376,7 +270,7 @@ impl Stream {
         max_docs: usize,
         least: usize,
     ) -> Error {
-        let (step, path) = (self.cursor.step, self.catalog.shards()[shard].path.display());
+        let (step, path) = (self.cursor.step, self.plan.catalog.shards()[shard].path.display());
         Error::new(
             Kind::DocOverflow,
             format!(
