@@ -155,11 +155,8 @@ impl Batch {
 
     /// `(rows, lane_len + 1)` tokens, row after row.
     pub fn tokens(&self) -> Tokens<'_> {
-        let len = self.shape.rows * (self.shape.lane_len + 1);
-        match self.shape.width {
-            Width::Two => Tokens::U16(view(&self.memory, len)),
-            Width::Four => Tokens::U32(view(&self.memory, len)),
-        }
+        let Shape { rows, lane_len, width, .. } = self.shape;
+        Tokens::new(view(&self.memory, rows * (lane_len + 1) * width.bytes()), width)
     }
 
     /// The tokens of one row.
@@ -179,23 +176,16 @@ impl Batch {
         view(&self.memory[self.start(2)..], self.shape.max_docs.map_or(0, |_| self.shape.rows))
     }
 
-    /// Copy `tokens` into a row, from its token `at` on.
+    /// Copy `tokens`, of the width of the batch, into a row from its token `at` on.
     ///
     /// # Panics
-    /// When they do not fit or are of another width.
+    /// When they do not fit.
     pub(crate) fn copy(&mut self, row: usize, at: usize, tokens: Tokens<'_>) {
-        let Shape { rows, lane_len, width, .. } = self.shape;
-        let start = row * (lane_len + 1) + at;
-        let (range, all) = (start..start + tokens.len(), rows * (lane_len + 1));
-        assert!(tokens.width() == width && at + tokens.len() <= lane_len + 1);
-        match tokens {
-            Tokens::U16(tokens) => {
-                view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens);
-            }
-            Tokens::U32(tokens) => {
-                view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens);
-            }
-        }
+        let Shape { lane_len, width, .. } = self.shape;
+        assert!(at + tokens.len() <= lane_len + 1);
+        let (start, bytes) = (width.bytes() * (row * (lane_len + 1) + at), tokens.as_bytes());
+        let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut self.memory);
+        memory[start..start + bytes.len()].copy_from_slice(bytes);
     }
 
     /// Set the offsets of one row from the ends of its documents.
@@ -238,8 +228,7 @@ mod tests {
     }
 
     fn start(batch: &Batch) -> *const u16 {
-        let Tokens::U16(tokens) = batch.tokens() else { panic!() };
-        tokens.as_ptr()
+        batch.tokens().as_slice().as_ptr()
     }
 
     #[test]
@@ -248,10 +237,9 @@ mod tests {
             let mut batch =
                 Batch::new(&Pool::new(2), Shape { width, ..shape(3, 7, Some(4)) }).unwrap();
             for row in 0..3u16 {
-                match width {
-                    Width::Two => batch.copy(row.into(), 0, Tokens::U16(&[row + 1; 8])),
-                    Width::Four => batch.copy(row.into(), 0, Tokens::U32(&[u32::from(row) + 1; 8])),
-                }
+                let (narrow, wide) = ([row + 1; 8], [u32::from(row) + 1; 8]);
+                let bytes = if width == Width::Two { bytes_of(&narrow) } else { bytes_of(&wide) };
+                batch.copy(row.into(), 0, Tokens::new(bytes, width));
                 batch.set_documents(row.into(), &[2, 7]);
             }
             let tokens: Vec<u32> = (0..24).map(|at| batch.tokens().at(at)).collect();

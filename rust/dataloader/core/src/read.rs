@@ -15,7 +15,7 @@ use crate::batch::{LINE, Line, view_mut, zeroed_lines};
 use crate::config::Backend;
 use crate::error::{Error, Kind};
 use crate::mapping::{self, Mapping};
-use crate::shard::{Catalog, HEADER_BYTES, Shard, Width, open_regular};
+use crate::shard::{Catalog, HEADER_BYTES, Shard, open_regular};
 use crate::tokens::Tokens;
 
 /// Tokens between looks at whether to go on, and that `pread` reads at a time (64 KiB of uint16).
@@ -86,11 +86,12 @@ impl Reader {
         }
         let width = self.shard.width;
         Ok(match &self.source {
-            Source::Map(map) => tokens_of(&map.bytes()[HEADER_BYTES..], width).slice(range),
+            // It starts at a page, and the catalogue checked its size.
+            Source::Map(map) => Tokens::new(&map.bytes()[HEADER_BYTES..], width).slice(range),
             Source::Pread(Window { tokens, memory }) => {
                 let memory = &bytemuck::cast_slice(memory)[..width.bytes() * tokens.len()];
                 let start = tokens.start;
-                tokens_of(memory, width).slice(range.start - start..range.end - start)
+                Tokens::new(memory, width).slice(range.start - start..range.end - start)
             }
         })
     }
@@ -163,18 +164,6 @@ impl Reader {
         }
         self.source = Source::Pread(window);
         Ok(())
-    }
-}
-
-/// The tokens in some memory.
-///
-/// # Panics
-/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked
-/// its size.
-fn tokens_of(bytes: &[u8], width: Width) -> Tokens<'_> {
-    match width {
-        Width::Two => Tokens::U16(bytemuck::cast_slice(bytes)),
-        Width::Four => Tokens::U32(bytemuck::cast_slice(bytes)),
     }
 }
 
@@ -302,6 +291,7 @@ fn will_need(_: &File, _: u64, _: u64) {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shard::Width;
 
     #[test]
     fn advises_the_next_shard_in_proportion_to_the_second_half() {

@@ -3,47 +3,52 @@
 
 use std::ops::Range;
 
+use bytemuck::Pod;
+
 use crate::shard::Width;
 
 const BLOCK: usize = 64;
 
 /// Borrowed tokens, as they are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tokens<'a> {
-    /// Two bytes each.
-    U16(&'a [u16]),
-    /// Four bytes each.
-    U32(&'a [u32]),
+pub struct Tokens<'a> {
+    bytes: &'a [u8],
+    width: Width,
 }
 
 impl<'a> Tokens<'a> {
+    /// The tokens in some memory.
+    ///
+    /// # Panics
+    /// When they are not whole, or not aligned.
+    pub fn new(bytes: &'a [u8], width: Width) -> Self {
+        assert!(bytes.len() % width.bytes() == 0);
+        assert!(bytes.as_ptr().addr() % width.bytes() == 0);
+        Self { bytes, width }
+    }
+
     /// How many.
     pub fn len(&self) -> usize {
-        match self {
-            Self::U16(tokens) => tokens.len(),
-            Self::U32(tokens) => tokens.len(),
-        }
+        self.bytes.len() / self.width.bytes()
     }
 
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.bytes.is_empty()
     }
 
     /// Their memory.
     pub fn as_bytes(&self) -> &'a [u8] {
-        match self {
-            Self::U16(tokens) => bytemuck::cast_slice(tokens),
-            Self::U32(tokens) => bytemuck::cast_slice(tokens),
-        }
+        self.bytes
     }
 
-    /// How they are stored.
-    pub fn width(&self) -> Width {
-        match self {
-            Self::U16(_) => Width::Two,
-            Self::U32(_) => Width::Four,
-        }
+    /// All of them, as `u16` or `u32`.
+    ///
+    /// # Panics
+    /// When they are stored as another type.
+    pub fn as_slice<T: Pod>(&self) -> &'a [T] {
+        assert!(size_of::<T>() == self.width.bytes());
+        bytemuck::cast_slice(self.bytes)
     }
 
     /// Some of them.
@@ -52,10 +57,8 @@ impl<'a> Tokens<'a> {
     /// When there are not that many.
     #[must_use]
     pub fn slice(self, range: Range<usize>) -> Self {
-        match self {
-            Self::U16(tokens) => Self::U16(&tokens[range]),
-            Self::U32(tokens) => Self::U32(&tokens[range]),
-        }
+        let bytes = self.width.bytes();
+        Self { bytes: &self.bytes[bytes * range.start..bytes * range.end], ..self }
     }
 
     /// The token at `index`.
@@ -63,28 +66,28 @@ impl<'a> Tokens<'a> {
     /// # Panics
     /// When there are not that many.
     pub fn at(&self, index: usize) -> u32 {
-        match self {
-            Self::U16(tokens) => tokens[index].into(),
-            Self::U32(tokens) => tokens[index],
+        match self.width {
+            Width::Two => self.as_slice::<u16>()[index].into(),
+            Width::Four => self.as_slice()[index],
         }
     }
 
     /// Return the position of the first `token`.
     pub fn find(&self, token: u32) -> Option<usize> {
-        match self {
-            Self::U16(tokens) => find(tokens, u16::try_from(token).ok()?),
-            Self::U32(tokens) => find(tokens, token),
+        match self.width {
+            Width::Two => find(self.as_slice(), u16::try_from(token).ok()?),
+            Width::Four => find(self.as_slice(), token),
         }
     }
 
     /// Return the position of the first id that is not below `vocab_size`.
     pub fn find_outside(&self, vocab_size: u32) -> Option<usize> {
-        match self {
-            Self::U16(tokens) => {
+        match self.width {
+            Width::Two => {
                 let bound = u16::try_from(vocab_size).ok()?;
-                first(tokens, |t| t >= bound)
+                first(self.as_slice::<u16>(), |t| t >= bound)
             }
-            Self::U32(tokens) => first(tokens, |t| t >= vocab_size),
+            Width::Four => first(self.as_slice::<u32>(), |t| t >= vocab_size),
         }
     }
 
@@ -126,7 +129,9 @@ mod tests {
             tokens in proptest::collection::vec(0..50u16, 0..400), token in 0..60u32,
         ) {
             let wide: Vec<u32> = tokens.iter().map(|&t| t.into()).collect();
-            for tokens in [Tokens::U16(&tokens), Tokens::U32(&wide)] {
+            let narrow = Tokens::new(bytemuck::cast_slice(&tokens), Width::Two);
+            let wide = Tokens::new(bytemuck::cast_slice(&wide), Width::Four);
+            for tokens in [narrow, wide] {
                 let places = 0..tokens.len();
                 let all: Vec<_> = places.clone().filter(|&at| tokens.at(at) == token).collect();
                 let outside = places.clone().find(|&at| tokens.at(at) >= token);

@@ -5,7 +5,7 @@
 //! `RUSTC_BOOTSTRAP=1`.
 #![no_main]
 
-use jspeed_dataloader_core::{HEADER_BYTES, Tokens, Width, parse_header};
+use jspeed_dataloader_core::{HEADER_BYTES, Tokens, parse_header};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -16,20 +16,12 @@ fuzz_target!(|bytes: &[u8]| {
         Ok((tokens, width)) => {
             assert_eq!(tokens * width.bytes(), body.len());
             let marker = body.iter().fold(0u32, |sum, &byte| sum.wrapping_add(byte.into())) % 300;
-            match width {
-                Width::Two => {
-                    let tokens: Vec<u16> = body
-                        .chunks_exact(2)
-                        .map(|two| u16::from_le_bytes([two[0], two[1]]))
-                        .collect();
-                    index(Tokens::U16(&tokens), marker);
-                }
-                Width::Four => {
-                    let four =
-                        |four: &[u8]| u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-                    index(Tokens::U32(&body.chunks_exact(4).map(four).collect::<Vec<_>>()), marker);
-                }
-            }
+            // As aligned as a shard's.
+            let mut memory = vec![0; body.len() + 3];
+            let start = memory.as_ptr().align_offset(4);
+            let aligned = &mut memory[start..start + body.len()];
+            aligned.copy_from_slice(body);
+            index(Tokens::new(aligned, width), marker);
         }
         Err(fault) => assert!(!fault.contains('\n')),
     }
