@@ -131,9 +131,10 @@ unsafe fn change_rows_avx2<G: Gradient>(
     change_each(change, decay, keys, gradients, first, weights, moments)
 }
 
+/// [`change_rows`], compiled for the registers of whoever calls it.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "so that it is compiled for its caller's registers")]
-fn change_each<G: Gradient>(
+pub fn change_each<G: Gradient>(
     change: &Change,
     decay: &Decay,
     keys: &[u64],

@@ -134,6 +134,47 @@ proptest! {
     }
 
     #[test]
+    fn registers_of_any_width_change_no_bit(
+        numbers in prop::collection::vec(any::<u16>(), 4 * 72), old in prop::collection::vec(any::<u16>(), 3 * 72)
+    ) {
+        // Any bits but those of infinities and NaN.
+        let finite = |numbers: Vec<u16>| numbers.into_iter().map(|x| x & !0x4000).collect::<Vec<_>>();
+        let (gradients, old) = (finite(numbers), finite(old));
+        let keys = [0, 1, (1 << 32) | 2, (2 << 32) | 3];
+        let change = Change::new(&RATES, 4).unwrap();
+        let mut decay = Decay::default();
+        for beta in [0.5, 0.9, 0.9] {
+            decay.push(beta);
+        }
+        let results = [change_rows, arithmetic::change_each].map(|change_all| {
+            let (mut weights, mut moments) = (old.clone(), [Moment { square: 0.3, updates: 1 }; 3]);
+            let skipped =
+                change_all(&change, &decay, &keys, &gradients, 0, &mut weights, &mut moments);
+            (skipped, weights, moments.map(|moment| moment.square.to_bits()))
+        });
+        prop_assert_eq!(&results[0], &results[1]);
+        prop_assert!(results[0].0.is_none() && results[0].1 != old);
+    }
+
+    #[test]
+    fn any_numbers_are_rows_of_the_table_or_refused(
+        rows in prop::collection::vec(
+            prop_oneof![6 => 0..ROWS, 1 => ROWS - 1..ROWS + 2, 1 => any::<i64>()], 0..12
+        )
+    ) {
+        let mut table = RowTable::new(ROWS, 3, ROWS, 2).unwrap();
+        table.update(0, &[2, 39], &[1.0f32; 6], &RATES).unwrap();
+        let before = everything(&table);
+        let fits = rows.iter().all(|row| (0..ROWS).contains(row));
+        let mut out = vec![7; rows.len() * 3];
+        prop_assert_eq!(table.gather(&rows, &mut out).is_ok(), fits);
+        prop_assert!(fits || out.iter().all(|&number| number == 7));
+        let updated = table.update(1, &rows, &vec![1.0f32; rows.len() * 3], &RATES);
+        prop_assert_eq!(updated.is_ok(), fits);
+        prop_assert!(fits || everything(&table) == before);
+    }
+
+    #[test]
     fn a_table_goes_on_from_its_parts(updates in updates(8), piece in 1usize..20) {
         let mut whole = RowTable::new(ROWS, 8, ROWS, 1).unwrap();
         let (before, after) = updates.split_at(updates.len() / 2);
