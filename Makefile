@@ -84,6 +84,11 @@ test-package: .venv/lint/installed
 	JSPEED_TEST_PACKAGE=1 $(BIN)/python -m pytest -rs tests/test_package.py
 	PYTHONPATH=.venv/lint $(BIN)/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
+# The source distribution and the wheel, as a release has them: versions, metadata, licences, sizes; trained with on each of
+# PYTHONS (python3.11 python3.14).
+release-check: .venv/release/installed
+	tests/release_check.sh
+
 # The newest Python and JAX, and the oldest Rust: README's two commands and the compiler's tests, in a fresh clone of
 # HEAD on a new Debian. Needs root on a Debian machine; SUITE=forky is the release after Debian 13. JSPEED_TEST_PART=0/3
 # is a third of both suites' files.
@@ -183,5 +188,10 @@ FORCE:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-cudnn test-parity test-page test-faults test-launchers test-package test-newest test-oldest-crates test-miri bench page docs \
+.venv/release/installed: | .venv/dev
+	rm -rf .venv/release
+	$(BIN)/python -m pip install --target .venv/release 'twine>=6'
+	@touch $@
+
+.PHONY: speedrun test test-slow test-aot test-cudnn test-parity test-page test-faults test-launchers test-package test-newest test-oldest-crates test-miri release-check bench page docs \
   race-webtext check clean

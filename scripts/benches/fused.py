@@ -160,7 +160,8 @@ def table_cases(
     )
     kernels = own_kernel("gradient of a norm").kernel, None
     norms = [
-        with_gradients(partial(add_normed, lambda a: [a], kernel=kernel)) for kernel in kernels
+        with_gradients(partial(add_normed, lambda a, _: [(1, a)], kernel=kernel))
+        for kernel in kernels
     ]
     # Two n-grams a token, as frequent as words.
     sums_N = jnp.asarray(zipf_ids(np.random.default_rng(3), tokens, (2 * tokens,)), jnp.int32)

@@ -137,7 +137,10 @@ def own_kernels() -> dict[str, Case]:
             partial(fp8_cast.cast, dtype=E5M2), [narrow, one], "memory", bytes=4.0 * N * D
         ),
         "own norm gradient": Case(
-            norm_gradient.norm_gradient, [narrow] * 3 + [one], "memory", bytes=8.0 * N * D
+            norm_gradient.norm_gradient,
+            [*[narrow] * 3, ((N,), jnp.float32), one],
+            "memory",
+            bytes=8.0 * N * D,
         ),
     }
 

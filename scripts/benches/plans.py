@@ -36,7 +36,7 @@ class Program(NamedTuple):
 PROGRAMS = {name: Program(name) for name in ("llmc", "track3", "r21", "r29", "r62", "r89", "r92")}
 PROGRAMS |= {
     "jspeed3": Program("jspeed3"),
-    "jspeed3, retrieval": Program("jspeed3", sets=("RETRIEVAL=(2,3,4,6,10)",)),
+    "jspeed3 with retrieval": Program("jspeed3", sets=("RETRIEVAL=(2,3,4,6,10)",)),
     "llmc on four": Program("llmc", "h100x4"),
     "r29, one H100": Program("r29", "h100x1"),
     "r29, eight A100s": Program("r29", "a100x8"),
@@ -52,13 +52,13 @@ PROGRAMS |= {
 # The last figures by flat rates, of 2026-11-27 (0.85 to 1.25 times was the range).
 BEFORE = {
     "llmc": "2,968", "track3": "", "r21": "363", "r29": "166", "r62": "104", "r89": "81.4",
-    "r92": "41.0", "jspeed3": "34.1", "jspeed3, retrieval": "28.5 (848 steps)",
+    "r92": "41.0", "jspeed3": "34.1", "jspeed3 with retrieval": "28.5 (848 steps)",
 }  # fmt: skip
 # Shares of r92's steps that jspeed3 needs: measured at full size (PR 379, the pointer, n = 8),
 # and what races at width 128 allow (benchmarks/quality.md).
 STEPS = {
     "jspeed3": {"at full size (PR 379)": 0.88, "races at width 128, the recipe": 0.86},
-    "jspeed3, retrieval": {"at full size, the pointer alone": 0.88, "races at width 128": 0.71},
+    "jspeed3 with retrieval": {"at full size, the pointer alone": 0.88, "races at width 128": 0.71},
 }
 
 

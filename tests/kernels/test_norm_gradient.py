@@ -9,7 +9,7 @@ import pytest
 
 from jspeed.kernels import norm_gradient as module
 from jspeed.model.custom_kernels import Kernel
-from jspeed.model.layers import rms_norm
+from jspeed.model.layers import inverse_rms, rms_norm
 from jspeed.model.mudd import add_normed
 
 from ..model import dense
@@ -24,7 +24,8 @@ def test_against_float64():
     arrays[:, 3] *= 100
     arrays[2, 5] = 0
     out, normed, x = jnp.asarray(arrays, jnp.bfloat16)
-    dx, dscale = module.norm_gradient(out, normed, x, jnp.float32(1.25), interpret=True)
+    inverse_N = inverse_rms(x)[:, 0]
+    dx, dscale = module.norm_gradient(out, normed, x, inverse_N, jnp.float32(1.25), interpret=True)
     out, normed, x = (np.asarray(a, np.float64) for a in (out, normed, x))
     inverse = 1 / np.sqrt(np.mean(x**2, 1, keepdims=True) + np.finfo(np.float32).eps)
     expected = 1.25 * out + inverse * (
@@ -36,27 +37,34 @@ def test_against_float64():
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 1])
 def test_a_sum_beside_a_norm_has_the_gradients_of_the_plain_path(tokens):
-    """Two parts that use arrays around them; where tokens are no whole blocks, by plain JAX."""
+    """Terms that use arrays around them, and the first channels; where tokens are no whole blocks,
+    by plain JAX."""
     kernel = Kernel(partial(module.norm_gradient, interpret=True), module.fits)
     rng = np.random.default_rng(0)
-    x, w, g = (
-        jnp.asarray(rng.normal(size=(1, size, WIDTH)), jnp.float32) for size in (tokens, 1, tokens)
+    x, w, c, g = (
+        jnp.asarray(rng.normal(size=(1, *shape)), jnp.float32)
+        for shape in ((tokens, WIDTH), (1, WIDTH), (tokens,), (tokens, WIDTH))
     )
 
-    def call(x, w, scale, own):
-        found = add_normed(lambda a: [a * w, jnp.sin(a * scale)], x, scale, own)
+    def call(x, w, c, scale, own):
+        def terms(a, first):
+            return [(1, a * w), (c, jnp.sin(a * scale)), (jnp.sum(first**3, axis=-1), x)]
+
+        found = add_normed(terms, x, scale, own, channels=6)
         return jnp.sum(found * g), found
 
-    def plain(x, w, scale):
+    def plain(x, w, c, scale):
         a = rms_norm(x)
-        return jnp.sum((scale * x + a * w + jnp.sin(a * scale)) * g)
+        cubes = jnp.sum(a[..., :6] ** 3, axis=-1)
+        added = a * w + c[..., None] * jnp.sin(a * scale) + cubes[..., None] * x
+        return jnp.sum((scale * x + added) * g)
 
-    given, outputs = (x, w, np.float32(1.5)), []
-    expected = jax.jit(jax.grad(plain, (0, 1, 2)))(*given)
+    given, outputs = (x, w, c, np.float32(1.5)), []
+    expected = jax.jit(jax.grad(plain, (0, 1, 2, 3)))(*given)
     for own in (None, kernel):
-        run = jax.jit(jax.grad(partial(call, own=own), (0, 1, 2), has_aux=True))
+        run = jax.jit(jax.grad(partial(call, own=own), (0, 1, 2, 3), has_aux=True))
         gradients, out = run(*given)
         outputs.append(out)
         for one, other in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(*outputs)
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6)

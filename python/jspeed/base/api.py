@@ -77,6 +77,7 @@ NAMES = {
         "empty",
     ),
     "jspeed.model.layers": (
+        "inverse_rms",
         "key_of",
         "rms_norm",
     ),

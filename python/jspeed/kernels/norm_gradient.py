@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal
 from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Sizes
-from jspeed.model.layers import rms_norm
+from jspeed.model.layers import inverse_rms, rms_norm
 
 TOKENS = 4  # at once
 ROUNDS = 4  # of a program: its sum is one number, and a sum of at most 4,096 is one kernel of XLA's
@@ -36,6 +36,7 @@ def norm_gradient(
     out_ND: jax.Array,
     normed_ND: jax.Array,
     x_ND: jax.Array,
+    inverse_N: jax.Array,
     scale: jax.Array,
     *,
     interpret: bool = False,
@@ -44,16 +45,18 @@ def norm_gradient(
     f(rms_norm(x)).
 
     ``out_ND`` is the gradient of the sum, ``normed_ND`` that of f's argument; all are ``[N, D]`` of
-    one dtype, in which the first result is; N and D as :func:`fits` says. Sums are fp32.
+    one dtype, in which the first result is; N and D as :func:`fits` says. ``inverse_N``, fp32, are
+    the rows' :func:`jspeed.model.layers.inverse_rms`, which the forward pass has. Sums are fp32.
     """
     tokens, width = x_ND.shape
     block = pl.BlockSpec((TOKENS * ROUNDS, width), lambda i: (i, 0))
+    column = pl.BlockSpec((TOKENS * ROUNDS,), lambda i: (i,))
     one, mine = pl.BlockSpec((1,), lambda i: (0,)), pl.BlockSpec((1,), lambda i: (i,))
     programs = tokens // (TOKENS * ROUNDS)
     dx_ND, along = pl.pallas_call(
         _kernel,
         grid=(programs,),
-        in_specs=[one, block, block, block],
+        in_specs=[one, block, block, block, column],
         out_specs=[block, mine],
         out_shape=[
             jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype),
@@ -62,12 +65,18 @@ def norm_gradient(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="norm_gradient",
-    )(scale.astype(jnp.float32)[None], out_ND, normed_ND, x_ND)
+    )(scale.astype(jnp.float32)[None], out_ND, normed_ND, x_ND, inverse_N)
     return dx_ND, jnp.sum(along)
 
 
 def _kernel(
-    scale_ref: Any, out_ref: Any, normed_ref: Any, x_ref: Any, dx_ref: Any, along_ref: Any
+    scale_ref: Any,
+    out_ref: Any,
+    normed_ref: Any,
+    x_ref: Any,
+    inverse_ref: Any,
+    dx_ref: Any,
+    along_ref: Any,
 ) -> None:
     width, scale = x_ref.shape[1], scale_ref[0]
     parts = [pl.ds(start, PART) for start in range(0, width, PART)]
@@ -78,10 +87,10 @@ def _kernel(
             [plgpu.load(ref.at[rows, part]).astype(jnp.float32) for part in parts]
             for ref in (out_ref, normed_ref, x_ref)
         )
-        inverse = lax.rsqrt(_dot(x, x) / width + jnp.finfo(jnp.float32).eps)
-        mean = (_dot(normed, x) / width * inverse * inverse)[:, None]
+        inverse = plgpu.load(inverse_ref.at[rows])[:, None]
+        mean = _dot(normed, x)[:, None] / width * inverse * inverse
         for part, g, of_norm, own in zip(parts, out, normed, x, strict=True):
-            dx = scale * g + inverse[:, None] * (of_norm - own * mean)
+            dx = scale * g + inverse * (of_norm - own * mean)
             plgpu.store(dx_ref.at[rows, part], dx.astype(dx_ref.dtype))
         return along + _dot(out, x)
 
@@ -93,7 +102,11 @@ def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
 
 
 def norm_gradient_reference(
-    out_ND: jax.Array, normed_ND: jax.Array, x_ND: jax.Array, scale: jax.Array
+    out_ND: jax.Array,
+    normed_ND: jax.Array,
+    x_ND: jax.Array,
+    inverse_N: jax.Array,
+    scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`norm_gradient` in plain JAX, in fp32."""
     out_ND, normed_ND, x_ND = (a.astype(jnp.float32) for a in (out_ND, normed_ND, x_ND))
@@ -103,9 +116,11 @@ def norm_gradient_reference(
 
 
 def examples(sizes: Sizes) -> Mapping[str, Case]:
-    """Three arrays and a scale."""
+    """Three arrays, what the last one's rows are divided by, and a scale."""
     arrays = normal(*[(sizes.tokens, sizes.width)] * 3)
-    return {"gradient": (norm_gradient, norm_gradient_reference, [*arrays, np.float32(1.25)])}
+    inverse_N = np.asarray(inverse_rms(jnp.asarray(arrays[2])))[:, 0]
+    given = [*arrays, inverse_N, np.float32(1.25)]
+    return {"gradient": (norm_gradient, norm_gradient_reference, given)}
 
 
 OWN = (OwnKernel("gradient of a norm", Kernel(norm_gradient, fits), examples),)

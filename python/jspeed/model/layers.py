@@ -93,10 +93,13 @@ def rms_norm(x: jax.Array) -> jax.Array:
     modded-nanogpt. The epsilon under the root is that of fp32, PyTorch's default in ``F.rms_norm``.
     """
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(
-        jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + jnp.finfo(jnp.float32).eps
-    )
-    return (x32 * scale).astype(x.dtype)
+    return (x32 * inverse_rms(x32)).astype(x.dtype)
+
+
+def inverse_rms(x: jax.Array) -> jax.Array:
+    """Return by what :func:`rms_norm` multiplies: fp32, ``[..., 1]``."""
+    squares = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return jax.lax.rsqrt(squares + jnp.finfo(jnp.float32).eps)
 
 
 def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:

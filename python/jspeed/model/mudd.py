@@ -9,13 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from jspeed.model.custom_kernels import Kernel
-from jspeed.model.layers import rms_norm
+from jspeed.model.layers import inverse_rms, rms_norm
 
-Parts = Callable[..., list[jax.Array]]
-"""What of a normalised array is added to a residual stream."""
+Term = tuple[jax.Array | float, jax.Array]
+"""A coefficient, and the array that it weighs."""
+
+Terms = Callable[[jax.Array, jax.Array], list[Term]]
+"""What is added to a residual stream, by the normalised stream and its first channels."""
 
 
 def coefficients(
@@ -93,8 +97,9 @@ def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
     return {name: part if sizes[name] > 1 else part[..., 0] for name, part in parts}
 
 
-def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
-    """Return the sum of coefficient x array over the terms, in the dtype of the first array.
+def blend(*terms: Term, dtype: DTypeLike | None = None) -> jax.Array:
+    """Return the sum of coefficient x array over the terms, in ``dtype``, by default that of the
+    first array.
 
     A coefficient is a number, a scalar, ``[B, T]`` or ``[B, T, G]``, one for each of G groups of
     channels; the arrays are ``[B, T, D]``; sums are fp32.
@@ -107,51 +112,75 @@ def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
         return c[..., *[None] * (c.ndim > 0)]
 
     total = sum(spread(c, x_BTD) * x_BTD.astype(jnp.float32) for c, x_BTD in terms)
-    return jnp.asarray(total, terms[0][1].dtype)
+    return jnp.asarray(total, dtype or terms[0][1].dtype)
+
+
+def normed_twice(x_BTD: jax.Array, channels: int) -> tuple[jax.Array, jax.Array]:
+    """Return ``rms_norm(x)``, and its first channels: normalised on their own, so that their
+    gradient is no term of the sum that matmuls add up."""
+    return rms_norm(x_BTD), rms_norm(x_BTD)[..., :channels]
 
 
 def add_normed(
-    parts: Parts, x_BTD: jax.Array, scale: jax.Array, kernel: Kernel | None = None
+    terms: Terms,
+    x_BTD: jax.Array,
+    scale: jax.Array,
+    kernel: Kernel | None = None,
+    channels: int = 0,
 ) -> jax.Array:
-    """Return ``scale`` x + the sum of ``parts(rms_norm(x))`` as :func:`blend` does; ``scale`` is a
-    scalar.
+    """Return ``scale`` x + ``terms(rms_norm(x), its first channels)`` as :func:`blend` does;
+    ``scale`` is a scalar.
 
-    With ``kernel`` ("gradient of a norm") the gradients of x meet in one kernel and are rounded
-    once, not each; on Hopper, for whole blocks of tokens and channels. ``parts`` may use arrays
-    around it.
+    ``channels`` says how many are first. With ``kernel`` ("gradient of a norm") the gradients of x
+    meet in one kernel and are rounded once, not each; on Hopper, for whole blocks of tokens and
+    channels. ``terms`` may use arrays around it.
     """
     if not kernel or not kernel.fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1]):
-        return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD))))
-    converted, around = jax.closure_convert(parts, x_BTD)
-    return _add_normed(converted, kernel, x_BTD, scale, around)
+        return blend((scale, x_BTD), *terms(*normed_twice(x_BTD, channels)))
+    first_BTC = x_BTD[..., :channels]
+    added, around = jax.closure_convert(
+        lambda *normed: blend(*terms(*normed), dtype=jnp.float32), x_BTD, first_BTC
+    )
+    return _add_normed(added, kernel, channels, x_BTD, scale, around)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _add_normed(
-    parts: Parts, kernel: Kernel, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
+    added: Callable[..., jax.Array],
+    kernel: Kernel,
+    channels: int,
+    x_BTD: jax.Array,
+    scale: jax.Array,
+    around: list[jax.Array],
 ) -> jax.Array:
-    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD), *around)))
+    return _add_normed_forward(added, kernel, channels, x_BTD, scale, around)[0]
 
 
 def _add_normed_forward(
-    parts: Parts, kernel: Kernel, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]
+    added: Callable[..., jax.Array],
+    kernel: Kernel,
+    channels: int,
+    x_BTD: jax.Array,
+    scale: jax.Array,
+    around: list[jax.Array],
 ):
-    found, back = jax.vjp(parts, rms_norm(x_BTD), *around)
-    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found)), (
-        x_BTD,
-        scale,
-        [y[:0] for y in found],
-        back,
-    )
+    normed_BTD = rms_norm(x_BTD)
+    sum_BTD, back = jax.vjp(added, normed_BTD, normed_BTD[..., :channels], *around)
+    return blend((scale, x_BTD), (1, sum_BTD)), (x_BTD, inverse_rms(x_BTD), scale, back)
 
 
-def _add_normed_backward(parts: Parts, kernel: Kernel, saved: Any, g_BTD: jax.Array):
-    x_BTD, scale, found, back = saved
-    of_normed_BTD, *of_around = back([g_BTD for _ in found])
+def _add_normed_backward(
+    added: Callable[..., jax.Array], kernel: Kernel, channels: int, saved: Any, g_BTD: jax.Array
+):
+    x_BTD, inverse_BT1, scale, back = saved
+    of_normed_BTD, of_first_BTC, *of_around = back(g_BTD.astype(jnp.float32))
+    if channels:  # in place
+        of_first_BTC += of_normed_BTD[..., :channels]
+        of_normed_BTD = jax.lax.dynamic_update_slice(of_normed_BTD, of_first_BTC, (0, 0, 0))
     out_ND, normed_ND, x_ND = (
         a_BTD.reshape(-1, a_BTD.shape[-1]) for a_BTD in (g_BTD, of_normed_BTD, x_BTD)
     )
-    dx_ND, dscale = kernel.run(out_ND, normed_ND, x_ND, scale)
+    dx_ND, dscale = kernel.run(out_ND, normed_ND, x_ND, inverse_BT1.reshape(-1), scale)
     return dx_ND.reshape(x_BTD.shape), dscale.astype(scale.dtype), of_around
 
 

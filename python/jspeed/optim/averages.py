@@ -56,19 +56,14 @@ def after_step(
     among: Sequence[int],
 ) -> list[dict[str, jax.Array]]:
     """Return the means after step ``step``, which is one of ``among`` (empty: unknown): a mean that
-    moves in none of them, or in all, needs no branch in the program."""
+    moves in none of them is left out of the program."""
 
     def one(average: Average, mean: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if len(among) and not average.moves(among).any():
+            return mean
+        # A rate of 0 leaves the mean as it is, and costs less than a branch: that copies it twice.
         rate = jnp.asarray(average.rates, jnp.float32)[step]
-        named = {name: params[name] for name in mean}
-
-        def moved(mean: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), mean, named)
-
-        moves = set(average.moves(among).tolist())
-        if len(moves) == 1:
-            return moved(mean) if True in moves else mean
-        return jax.lax.cond(rate > 0, moved, lambda mean: mean, mean)
+        return {name: a + rate * (params[name].astype(jnp.float32) - a) for name, a in mean.items()}
 
     return [one(*pair) for pair in zip(averages, means, strict=True)]
 

@@ -47,12 +47,14 @@ from jspeed.model.layers import (
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import (
-    Parts,
+    Term,
+    Terms,
     add_normed,
     blend,
     coefficients,
     grouped_coefficients,
     named,
+    normed_twice,
     padded,
     slots,
 )
@@ -305,15 +307,11 @@ def hidden(
     own_kernel = partial(ctx.kernel, OWN_KERNELS)
     casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
     normed, summed = own_kernel("gradient of a norm"), own_kernel("sums of rows")
-    matrices, share = (
-        params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
-        lanes[0] / (LANES * ctx.pieces),
-    )
+    matrices = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
+    share = lanes[0] / (LANES * ctx.pieces)
     # Scales of all layers at once; the last one has none after it.
-    layers, own = (
-        np.array(ATTENDING),
-        params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype),
-    )
+    layers = np.array(ATTENDING)
+    own = params["attention_scales"][layers].astype(matrices.dtype)
     after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
     heads_in = scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
     heads_out = scaled_bank(params["values_outs"], own.reshape(-1))
@@ -338,10 +336,16 @@ def hidden(
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
         return mlp(a_BTD, up, scaled(down, scale), kernel=own_kernel("MLP"), **fp8_of)
 
-    def feeds(layer: int, scale: jax.Array) -> Parts:
-        return lambda a_BTD: [
-            feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer
+    def feeds(layer: int, scale: jax.Array) -> Terms:
+        return lambda a_BTD, _: [
+            (1, feed(a_BTD, number, scale)) for number, fed in enumerate(FEEDS) if fed == layer
         ]
+
+    def attends(layer: int, others: list[Term]) -> Terms:
+        if layer not in ATTENDING:
+            return lambda *_: others
+        gate = partial(value_gate, layer=layer)
+        return lambda a_BTD, first_BTC: [(1, attend(a_BTD, layer, gate(first_BTC))), *others]
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0
@@ -391,12 +395,10 @@ def hidden(
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
 
-    def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
-        # Normalised on its own: the gradient of a few channels is then no term of the sum that
-        # matmuls add up.
+    def value_gate(first_BTC: jax.Array, layer: int) -> jax.Array | None:
         if layer not in VALUE_OF:
             return None
-        read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
+        read = [first_BTC, values[VALUE_OF[layer]][..., : GATE_WIDTH // 2]]
         return 2 * sparse_gate(
             jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]]
         )
@@ -425,19 +427,22 @@ def hidden(
         if layer == GATES_FROM:
             gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
         before, after = params["layer_scales"][layer], params["post_scales"][layer, 1]
-        from_BTD = x_BTD if layer <= SHARED_FROM else outputs[SHARED_FROM]
         if layer == SKIP_INTO:
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
             x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
         else:
-            terms: list[tuple[Any, jax.Array]] = [(before[0], x_BTD)]
-            if layer in ATTENDING:
-                terms += [(1, attend(rms_norm(from_BTD), layer, value_gate(from_BTD, layer)))]
+            others: list[Term] = []
             if layer in START_LAYERS:
-                terms += [(gates["start", layer], start_BTD)]
+                others += [(gates["start", layer], start_BTD)]
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
-                terms += [(gates["ngram", layer], ngram_BTD)]
-            x_BTD = blend(*terms)
+                others += [(gates["ngram", layer], ngram_BTD)]
+            terms, read = attends(layer, others), GATE_WIDTH // 2
+            if layer <= SHARED_FROM:
+                kernel = normed if layer in ATTENDING else None
+                x_BTD = add_normed(terms, x_BTD, before[0], kernel, read)
+            else:
+                of_shared = terms(*normed_twice(outputs[SHARED_FROM], read))
+                x_BTD = blend((before[0], x_BTD), *of_shared)
         kernel = None if layer in NO_MLP else normed
         x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernel)
         outputs.append(x_BTD)
@@ -527,10 +532,8 @@ def optimizer() -> optax.GradientTransformation:
         Rails(*RAILS),
         beta2=ANVIL_BETA2,
     )
-    wide, live = (
-        max(1.0, MLP_WIDTH / WIDTH) ** 0.5,
-        np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS),
-    )
+    wide = max(1.0, MLP_WIDTH / WIDTH) ** 0.5
+    live = np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
     up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
         by_group[group] = muon(weight_decay=ANVIL_DECAY, scale=scale, dtype=COMPUTE)
@@ -541,10 +544,8 @@ def row_optimizers() -> dict[str, RowTransformation]:
     """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value
     tables."""
     _, _, beta2, decay = TABLES
-    betas, decays = (
-        of_pairs(lambda pairs: beta2**pairs),
-        of_pairs(lambda pairs: decay * ADAM_DECAY * pairs),
-    )
+    betas = of_pairs(lambda pairs: beta2**pairs)
+    decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
     adam = row_adam(
         of_tables,
         betas,
