@@ -297,7 +297,7 @@ def closing(
     run: Unsealed, run_dir: Path, unit: str = "token", remarks: Sequence[str] = ()
 ) -> list[str]:
     """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds
-    and n.
+    (on the clock, and from the command to the result) and n.
 
     ``unit`` is what a token of its data stands for; ``remarks`` are notes on the run.
     """
@@ -329,7 +329,8 @@ def closing(
     bits = f" ({loss / math.log(2):.3f} bits)" if unit == "byte" else ""
     line = (
         f"{loss:.4f} nats/{unit}{bits} {'<=' if loss <= target else '>'} {target} "
-        f"in {run['timed_seconds']:.1f} s timed; compile {run['compile_seconds']:.1f} s; n=1"
+        f"in {run['timed_seconds']:.1f} s timed, {run['wall_seconds']:.1f} s in all; "
+        f"compile {run['compile_seconds']:.1f} s; n=1"
     )
     return [*lines, f"[bold]{line}{'' if run['status'] == 'finished' else '; ' + ended}[/]"]
 

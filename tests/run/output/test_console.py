@@ -18,6 +18,7 @@ RUN = {
     "val_loss": 2.1034,
     "target_loss": 2.11,
     "timed_seconds": 71.26,
+    "wall_seconds": 98.64,
     "compile_seconds": 9.1,
     "status": "finished",
     "steps": 100,
@@ -47,7 +48,9 @@ def printed(lines: list[str]) -> list[str]:
 
 def test_last_line():
     last = printed(closing(RUN, Path("runs/x"), "byte"))[-1]
-    assert last == "2.1034 nats/byte (3.035 bits) <= 2.11 in 71.3 s timed; compile 9.1 s; n=1"
+    assert last == (
+        "2.1034 nats/byte (3.035 bits) <= 2.11 in 71.3 s timed, 98.6 s in all; compile 9.1 s; n=1"
+    )
 
 
 def test_the_loader_accounts_for_itself():
