@@ -70,8 +70,9 @@ def causality(
         difference = np.abs(finite(losses(changed)) - before)
         later = np.logical_or.accumulate(differs, axis=1)
         leak = max(leak, float(np.max(np.where(later, 0.0, difference))))
-        if differs.any():
-            moved = min(moved, float(np.max(np.where(later, difference, 0.0))))
+        counted = later & (before != 0)  # targets without weight have a loss of 0, whatever comes
+        if counted.any():
+            moved = min(moved, float(np.max(difference[counted])))
     return {
         "passed": leak <= tolerance and 0 < moved < np.inf,
         "leak": leak,
