@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from jspeed.model.custom_kernels import Kernel
@@ -97,22 +96,24 @@ def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
     return {name: part if sizes[name] > 1 else part[..., 0] for name, part in parts}
 
 
-def blend(*terms: Term, dtype: DTypeLike | None = None) -> jax.Array:
-    """Return the sum of coefficient x array over the terms, in ``dtype``, by default that of the
-    first array.
+def weighed(term: Term) -> jax.Array:
+    """Return coefficient x array of a term: fp32 ``[B, T, D]``.
 
     A coefficient is a number, a scalar, ``[B, T]`` or ``[B, T, G]``, one for each of G groups of
-    channels; the arrays are ``[B, T, D]``; sums are fp32.
+    channels; the array is ``[B, T, D]``.
     """
+    c, x_BTD = jnp.asarray(term[0], jnp.float32), term[1]
+    if c.ndim == x_BTD.ndim:
+        c = jnp.repeat(c, x_BTD.shape[-1] // c.shape[-1], axis=-1)
+    else:
+        c = c[..., *[None] * (c.ndim > 0)]
+    return c * x_BTD.astype(jnp.float32)
 
-    def spread(c: jax.Array | float, x_BTD: jax.Array) -> jax.Array:
-        c = jnp.asarray(c, jnp.float32)
-        if c.ndim == x_BTD.ndim:
-            return jnp.repeat(c, x_BTD.shape[-1] // c.shape[-1], axis=-1)
-        return c[..., *[None] * (c.ndim > 0)]
 
-    total = sum(spread(c, x_BTD) * x_BTD.astype(jnp.float32) for c, x_BTD in terms)
-    return jnp.asarray(total, dtype or terms[0][1].dtype)
+def blend(*terms: Term) -> jax.Array:
+    """Return the sum of the terms as :func:`weighed` has them, in the dtype of the first array;
+    sums are fp32."""
+    return jnp.asarray(sum(map(weighed, terms)), terms[0][1].dtype)
 
 
 def normed_twice(x_BTD: jax.Array, channels: int) -> tuple[jax.Array, jax.Array]:
@@ -139,41 +140,26 @@ def add_normed(
         return blend((scale, x_BTD), *terms(*normed_twice(x_BTD, channels)))
     first_BTC = x_BTD[..., :channels]
     added, around = jax.closure_convert(
-        lambda *normed: blend(*terms(*normed), dtype=jnp.float32), x_BTD, first_BTC
+        lambda *normed: [weighed(term) for term in terms(*normed)], x_BTD, first_BTC
     )
     return _add_normed(added, kernel, channels, x_BTD, scale, around)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _add_normed(
-    added: Callable[..., jax.Array],
-    kernel: Kernel,
-    channels: int,
-    x_BTD: jax.Array,
-    scale: jax.Array,
-    around: list[jax.Array],
-) -> jax.Array:
+def _add_normed(added, kernel, channels, x_BTD, scale, around):
     return _add_normed_forward(added, kernel, channels, x_BTD, scale, around)[0]
 
 
-def _add_normed_forward(
-    added: Callable[..., jax.Array],
-    kernel: Kernel,
-    channels: int,
-    x_BTD: jax.Array,
-    scale: jax.Array,
-    around: list[jax.Array],
-):
+def _add_normed_forward(added, kernel, channels, x_BTD, scale, around):
     normed_BTD = rms_norm(x_BTD)
-    sum_BTD, back = jax.vjp(added, normed_BTD, normed_BTD[..., :channels], *around)
-    return blend((scale, x_BTD), (1, sum_BTD)), (x_BTD, inverse_rms(x_BTD), scale, back)
+    found, back = jax.vjp(added, normed_BTD, normed_BTD[..., :channels], *around)
+    sum_BTD = blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found))
+    return sum_BTD, (x_BTD, inverse_rms(x_BTD), scale, [y_BTD[:0] for y_BTD in found], back)
 
 
-def _add_normed_backward(
-    added: Callable[..., jax.Array], kernel: Kernel, channels: int, saved: Any, g_BTD: jax.Array
-):
-    x_BTD, inverse_BT1, scale, back = saved
-    of_normed_BTD, of_first_BTC, *of_around = back(g_BTD.astype(jnp.float32))
+def _add_normed_backward(added, kernel, channels, saved, g_BTD):
+    x_BTD, inverse_BT1, scale, found, back = saved
+    of_normed_BTD, of_first_BTC, *of_around = back([g_BTD.astype(jnp.float32) for _ in found])
     if channels:  # in place
         of_first_BTC += of_normed_BTD[..., :channels]
         of_normed_BTD = jax.lax.dynamic_update_slice(of_normed_BTD, of_first_BTC, (0, 0, 0))

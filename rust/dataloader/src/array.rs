@@ -1,8 +1,10 @@
-//! Bytes as read-only `NumPy` arrays that share their memory and keep it alive.
+//! Bytes as read-only `NumPy` arrays that share their memory and keep it alive; and arrays that
+//! Python gives.
 
 use std::ffi::c_int;
 use std::sync::Arc;
 
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -31,6 +33,32 @@ pub fn numpy<'py, T: Send + Sync + 'static>(
     py.import("numpy")?
         .call_method1("frombuffer", (array, dtype))?
         .call_method1("reshape", (shape,))
+}
+
+/// What `given` is as an array.
+pub struct Given<'py> {
+    pub array: Bound<'py, PyAny>,
+    pub dtype: Bound<'py, PyAny>,
+    /// `NumPy`'s letter for a kind of numbers, and bytes of one.
+    pub stored: (char, usize),
+    pub shape: Vec<usize>,
+}
+
+impl<'py> Given<'py> {
+    pub fn new(given: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let array = given.py().import("numpy")?.call_method1("asarray", (given,))?;
+        let dtype = array.getattr("dtype")?;
+        let stored = (dtype.getattr("kind")?.extract()?, dtype.getattr("itemsize")?.extract()?);
+        let shape = array.getattr("shape")?.extract()?;
+        Ok(Self { array, dtype, stored, shape })
+    }
+}
+
+/// A copy of an array's numbers, converted to `dtype`, whatever their order, strides and alignment.
+pub fn numbers<T: Element>(given: &Bound<'_, PyAny>, dtype: &str) -> PyResult<Vec<T>> {
+    let py = given.py();
+    let here = py.import("numpy")?.call_method1("require", (given, dtype, ["C", "A"]))?;
+    PyBuffer::get(&here)?.to_vec(py)
 }
 
 #[pymethods]

@@ -7,11 +7,10 @@ use std::thread::available_parallelism;
 use jspeed_context_index as index;
 use jspeed_dataloader_core as core;
 use jspeed_dataloader_core::bytes_of;
-use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
-use crate::array::numpy;
-use crate::{bad, detached, raise};
+use crate::array::{Given, numbers, numpy};
+use crate::{bad, check_process, detached, raise};
 
 /// What followed this context earlier: an index of the documents of the steps so far. Query a step,
 /// then push it; answers are exact and the same for any number of threads.
@@ -133,15 +132,7 @@ impl ContextIndex {
 
     /// A fork while the index was written to left the lock taken, and the index half written.
     fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        let (here, made_in) = (process::id(), self.made_in);
-        if made_in == here {
-            return Ok(());
-        }
-        let message = format!(
-            "this index was made in process {made_in} and cannot be used in its fork {here}, \
-             which may have half of it; make the index in the child or start the child with spawn"
-        );
-        Err(raise(py, &core::Error::new(core::Kind::Forked, message)))
+        check_process(py, self.made_in, "index", "may have half of it")
     }
 }
 
@@ -155,13 +146,8 @@ impl Rows {
     /// Any order, strides, alignment and byte order of two-dimensional tokens.
     fn new(given: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = given.py();
-        let numpy = py.import("numpy")?;
-        let array = numpy.call_method1("asarray", (given,))?;
-        let dtype = array.getattr("dtype")?;
-        let (kind, bytes): (char, usize) =
-            (dtype.getattr("kind")?.extract()?, dtype.getattr("itemsize")?.extract()?);
-        let shape: Vec<usize> = array.getattr("shape")?.extract()?;
-        let (('u', 2 | 4), &[height, width @ 1..=usize::MAX]) = ((kind, bytes), &shape[..]) else {
+        let Given { array, dtype, stored, shape } = Given::new(given)?;
+        let (('u', 2 | 4), &[height, width @ 1..=usize::MAX]) = (stored, &shape[..]) else {
             return Err(raise(
                 py,
                 &core::Error::argument(format!(
@@ -171,7 +157,6 @@ impl Rows {
                 )),
             ));
         };
-        let here = numpy.call_method1("require", (array, "u4", ["C", "A"]))?;
-        Ok(Self { tokens: PyBuffer::get(&here)?.to_vec(py)?, shape: (height, width) })
+        Ok(Self { tokens: numbers(&array, "u4")?, shape: (height, width) })
     }
 }

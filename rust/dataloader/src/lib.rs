@@ -1,5 +1,6 @@
 //! `PyO3` module of the loader: type conversion, releasing the GIL, error mapping; no logic.
 
+use std::process;
 use std::sync::Arc;
 
 use jspeed_dataloader_core as core;
@@ -45,6 +46,19 @@ fn detached<T: Send>(
     work: impl FnOnce() -> Result<T, core::Error> + Send,
 ) -> PyResult<T> {
     py.detach(work).map_err(|error| raise(py, &error))
+}
+
+/// Refuse `what` where this process is a fork of `made_in`, in which it was made, and `why`.
+fn check_process(py: Python<'_>, made_in: u32, what: &str, why: &str) -> PyResult<()> {
+    let here = process::id();
+    if made_in == here {
+        return Ok(());
+    }
+    let message = format!(
+        "this {what} was made in process {made_in} and cannot be used in its fork {here}, which \
+         {why}; make the {what} in the child or start the child with spawn"
+    );
+    Err(raise(py, &core::Error::new(core::Kind::Forked, message)))
 }
 
 /// The header of a shard with `tokens` uint16 tokens, or uint32 ones if `wide`.

@@ -11,8 +11,8 @@ use jspeed_row_table::{Moment, Part, Rates};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
-use crate::array::numpy;
-use crate::{bad, detached, raise};
+use crate::array::{Given, numbers, numpy};
+use crate::{bad, check_process, detached, raise};
 
 /// Bytes of a cache line, on which a buffer for rows begins.
 const LINE: usize = 64;
@@ -253,18 +253,9 @@ impl RowTable {
         Ok(py.detach(|| what(&self.inner.read().unwrap_or_else(PoisonError::into_inner))))
     }
 
-    /// A fork has none of the threads, and may have half of an update.
+    /// A fork may have half of an update, too.
     fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        let (here, made_in) = (process::id(), self.made_in);
-        if made_in == here {
-            return Ok(());
-        }
-        let message = format!(
-            "this table was made in process {made_in} and cannot be used in its fork {here}, \
-             which has none of its threads; make the table in the child or start the child with \
-             spawn"
-        );
-        Err(raise(py, &core::Error::new(core::Kind::Forked, message)))
+        check_process(py, self.made_in, "table", "has none of its threads")
     }
 
     /// Refuse an array of another shape or dtype, and return the dtype's name.
@@ -374,12 +365,7 @@ fn bfloat16(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
 /// The list of rows, of integers of any size but those that int64 cannot hold.
 fn list(given: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = given.py();
-    let numpy = py.import("numpy")?;
-    let array = numpy.call_method1("asarray", (given,))?;
-    let dtype = array.getattr("dtype")?;
-    let (kind, bytes): (char, usize) =
-        (dtype.getattr("kind")?.extract()?, dtype.getattr("itemsize")?.extract()?);
-    let shape: Vec<usize> = array.getattr("shape")?.extract()?;
+    let Given { array, dtype, stored: (kind, bytes), shape } = Given::new(given)?;
     if shape.len() != 1 || !(kind == 'i' || (kind == 'u' && bytes <= 4)) {
         return Err(raise(
             py,
@@ -389,14 +375,5 @@ fn list(given: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
             )),
         ));
     }
-    let here = numpy.call_method1("require", (array, "i8", ["C", "A"]))?;
-    PyBuffer::get(&here)?.to_vec(py)
-}
-
-/// A copy of the numbers of a one-dimensional array.
-fn numbers<T: Element>(given: &Bound<'_, PyAny>, dtype: &str) -> PyResult<Vec<T>> {
-    let py = given.py();
-    let numpy = py.import("numpy")?;
-    let here = numpy.call_method1("require", (given, dtype, ["C", "A"]))?;
-    PyBuffer::get(&here)?.to_vec(py)
+    numbers(&array, "i8")
 }

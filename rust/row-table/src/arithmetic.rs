@@ -90,26 +90,34 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
     result
 }
 
-/// Change the rows of sorted `keys`; `weights` and `moments` begin with slot `first`. Return the
-/// first place of a row that was not changed, as its mean square is not finite.
+/// A part of an update that one thread makes.
+pub struct Piece<'a, G> {
+    /// Sorted, of whole slots.
+    pub keys: &'a [u64],
+    /// Those of the whole list.
+    pub gradients: &'a [G],
+    /// The slot with which weights and moments begin.
+    pub first: usize,
+    pub weights: &'a mut [u16],
+    pub moments: &'a mut [Moment],
+}
+
+/// Change the rows of a piece. Return the first place of a row that was not changed, as its mean
+/// square is not finite.
 pub fn change_rows<G: Gradient>(
     change: &Change,
     decay: &Decay,
-    keys: &[u64],
-    gradients: &[G],
-    first: usize,
-    weights: &mut [u16],
-    moments: &mut [Moment],
+    piece: Piece<'_, G>,
 ) -> Option<usize> {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has AVX2.
         #[expect(unsafe_code, reason = "code for a feature of the processor")]
         unsafe {
-            return change_rows_avx2(change, decay, keys, gradients, first, weights, moments);
+            return change_rows_avx2(change, decay, piece);
         }
     }
-    change_each(change, decay, keys, gradients, first, weights, moments)
+    change_each(change, decay, piece)
 }
 
 /// [`change_each`], compiled for registers of 32 bytes; without fused operations, the same bits.
@@ -122,13 +130,9 @@ pub fn change_rows<G: Gradient>(
 unsafe fn change_rows_avx2<G: Gradient>(
     change: &Change,
     decay: &Decay,
-    keys: &[u64],
-    gradients: &[G],
-    first: usize,
-    weights: &mut [u16],
-    moments: &mut [Moment],
+    piece: Piece<'_, G>,
 ) -> Option<usize> {
-    change_each(change, decay, keys, gradients, first, weights, moments)
+    change_each(change, decay, piece)
 }
 
 /// [`change_rows`], compiled for the registers of whoever calls it.
@@ -137,12 +141,9 @@ unsafe fn change_rows_avx2<G: Gradient>(
 pub fn change_each<G: Gradient>(
     change: &Change,
     decay: &Decay,
-    keys: &[u64],
-    gradients: &[G],
-    first: usize,
-    weights: &mut [u16],
-    moments: &mut [Moment],
+    piece: Piece<'_, G>,
 ) -> Option<usize> {
+    let Piece { keys, gradients, first, weights, moments } = piece;
     let width = weights.len() / moments.len().max(1);
     let gradient = |key: u64| &gradients[place(key) * width..][..width];
     let mut sums = vec![0.0; width];

@@ -29,7 +29,7 @@ mod memory;
 mod tests;
 
 pub use arithmetic::Gradient;
-use arithmetic::{Change, change_rows};
+use arithmetic::{Change, Piece, change_rows};
 use decay::Decay;
 pub use memory::available as available_memory;
 
@@ -247,12 +247,12 @@ impl RowTable {
                 let after = slot(keys[end - 1]) + 1;
                 let (own, others) = weights.split_at_mut((after - first) * width);
                 let (own_moments, other_moments) = moments.split_at_mut(after - first);
-                pieces.push((keys, first, own, own_moments));
+                pieces.push(Piece { keys, gradients, first, weights: own, moments: own_moments });
                 (rest, first) = (later, after);
                 (weights, moments) = (others, other_moments);
             }
-            pieces.into_par_iter().for_each(|(keys, first, weights, moments)| {
-                let skipped = change_rows(&change, decay, keys, gradients, first, weights, moments);
+            pieces.into_par_iter().for_each(|piece| {
+                let skipped = change_rows(&change, decay, piece);
                 wrong.fetch_min(skipped.unwrap_or(usize::MAX), Relaxed);
             });
         });

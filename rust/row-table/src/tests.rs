@@ -148,8 +148,11 @@ proptest! {
         }
         let results = [change_rows, arithmetic::change_each].map(|change_all| {
             let (mut weights, mut moments) = (old.clone(), [Moment { square: 0.3, updates: 1 }; 3]);
-            let skipped =
-                change_all(&change, &decay, &keys, &gradients, 0, &mut weights, &mut moments);
+            let (weights_of, moments_of) = (&mut weights[..], &mut moments[..]);
+            let (keys, gradients) = (&keys[..], &gradients[..]);
+            let piece =
+                Piece { keys, gradients, first: 0, weights: weights_of, moments: moments_of };
+            let skipped = change_all(&change, &decay, piece);
             (skipped, weights, moments.map(|moment| moment.square.to_bits()))
         });
         prop_assert_eq!(&results[0], &results[1]);
