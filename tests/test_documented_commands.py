@@ -202,8 +202,8 @@ class Reader:
     def extras(self, words: list[str]) -> None:
         """The arguments of pip install or maturin develop."""
         for number, word in enumerate(words[1:], 1):
-            if words[number - 1] == "--extras" or word.startswith(".["):
-                asked = set(re.sub(r"^\.\[|\]$", "", word).split(","))
+            if words[number - 1] == "--extras" or re.match(r"(\.|jspeed)\[", word):
+                asked = set(re.sub(r"^(\.|jspeed)\[|\]$", "", word).split(","))
                 assert asked <= PROJECT["optional-dependencies"].keys(), f"{asked}: no such extra"
             elif not word.startswith("-"):
                 assert Requirement(word).name in (
@@ -270,6 +270,7 @@ def test_commands_of_pages_can_be_typed(page):
         "torchrun --standalone scripts/speedrun.py nope",
         "jspeed sample nowhere && make test",
         "pip install '.[cuda11]'",
+        "pip install 'jspeed[cuda11]'",
         "maturin develop --extras nope",
         "frobnicate",
     ],

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jspeed.cli import main
 from jspeed.errors import BadInput
 from jspeed.plan import command as planned
 from jspeed.plan.target import missing
+from jspeed.plan.views import tables
+from jspeed.plan.views.terminal import Started, print_table
 
 from .test_report import PLAN
 
@@ -95,7 +98,7 @@ def test_gpt2_is_a_recipe(capsys):
 def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
     seen = []
 
-    def place_on_target(recipe, cluster, layout, axes, micro_batch):
+    def place_on_target(recipe, cluster, layout, axes, micro_batch, started):
         seen.append((recipe.name, micro_batch))
 
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
@@ -106,15 +109,17 @@ def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, "a report.html"])
-def test_the_last_line_leads_to_the_report(name, tmp_path, monkeypatch, capsys):
+def test_the_end_leads_to_the_report_and_repeats_the_verdict(name, tmp_path, monkeypatch, capsys):
     """Where compiling is left out: the plan is that of another test."""
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
     monkeypatch.setattr("jspeed.plan.compile.place_on_target", lambda *_: None)
     monkeypatch.setattr("jspeed.plan.make.make_plan", lambda *_: PLAN | {})
     monkeypatch.chdir(tmp_path)
     assert planned.plan(recipe="stdlib", html=Path(name) if name else None) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("--html FILE" if name is None else f"{tmp_path.as_uri()}/a%20report.html")
+    report, verdict = capsys.readouterr().out.splitlines()[-2:]
+    wanted = "--html FILE" if name is None else f"{tmp_path.as_uri()}/a%20report.html"
+    assert report.endswith(wanted)
+    assert verdict.startswith("r29 on h100x8 fits (21.5 of 78.2 GB): predicted ")
     assert name is None or (tmp_path / name).read_text().startswith("<!DOCTYPE html>")
 
 
@@ -126,3 +131,32 @@ def test_says_what_to_install():
     assert done.returncode == 2
     assert "pip install 'jspeed[aot]'" in done.stderr and "223 MB" in done.stderr
     assert "124" in done.stdout or "parameters" in done.stdout
+
+
+def test_a_narrow_terminal_breaks_no_number_and_no_word(capsys):
+    """Once all columns shrank together, and numbers were broken."""
+    table = tables.stages(PLAN)
+    for columns in (60, 80, 200):
+        print_table(Console(width=columns, highlight=False), table)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns
+        words = set(" ".join(lines).split())
+        assert words >= {word for row in table.rows for cell in row for word in cell.split()}
+        heads = sum(line.startswith("stage ") and "stage 1" not in line for line in lines)
+        assert (heads > 3) == (columns < 200)
+
+
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [([131, 179], "131 to 179 s"), ([5000, 9000], "1.39 to 2.5 hours"), ([2e5], "2.31 days")],
+)
+def test_hours_are_said_where_it_is_hours(span, text):
+    assert tables.duration(span) == text
+
+
+def test_each_program_is_named_as_its_compilation_starts(capsys):
+    started = Started(Console(width=60, highlight=False), "h100x8")
+    started("stage 3, micro-batch of 49,152 tokens")
+    assert capsys.readouterr().out == (
+        "   0 s  compiling for h100x8: stage 3, micro-batch of 49,152 tokens\n"
+    )

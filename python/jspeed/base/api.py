@@ -164,7 +164,10 @@ NAMES = {
         "restore",
         "steps_in",
     ),
-    "jspeed.run.clock": ("utc_now",),
+    "jspeed.run.clock": (
+        "now",
+        "utc_now",
+    ),
     "jspeed.run.compute.accumulators": (
         "first_alike",
         "steps_of",

@@ -254,7 +254,8 @@ def _table(path: Path) -> Iterator[_Table]:
         from pyarrow import ArrowException, ArrowInvalid, chunked_array, ipc, parquet, py_buffer
     except ImportError:
         raise BadInput(
-            f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt"
+            f"{path} needs pyarrow to be read; pip install 'jspeed[parquet]', or give .jsonl or"
+            " .txt"
         ) from None
     kind = ending(path.name).removeprefix(".")
     try:

@@ -53,7 +53,7 @@ def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
         ) from None
     except ModuleNotFoundError as error:
         raise BadInput(
-            f"{path} needs {error.name} to be read; pip install '.[parquet]', or decompress it"
+            f"{path} needs {error.name} to be read; pip install 'jspeed[parquet]', or decompress it"
         ) from None
 
 

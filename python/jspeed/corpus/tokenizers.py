@@ -216,7 +216,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise BadInput(
-            f"{path} needs the package tokenizers to be read; pip install '.[tokenizers]'"
+            f"{path} needs the package tokenizers to be read; pip install 'jspeed[tokenizers]'"
         ) from None
     content = read_input(path, "give a tokenizer.json").removeprefix(codecs.BOM_UTF8)
     try:

@@ -28,7 +28,7 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise BadInput(
-            f"--tasks needs the package lm-eval ({error}); pip install '.[eval]'"
+            f"--tasks needs the package lm-eval ({error}); pip install 'jspeed[eval]'"
         ) from None
     manager = TaskManager()
     for task in tasks:

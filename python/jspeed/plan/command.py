@@ -113,7 +113,8 @@ def plan(
         if absent and compile and not size:
             raise BadInput(absent)
         return 0
-    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch)
+    started = terminal.Started(console, cluster.name)
+    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch, started)
     if bytes_:
         moved = describe_traffic(loaded.recipe, placement)
         terminal.print_traffic(moved, console)
@@ -125,7 +126,7 @@ def plan(
         write_json(json_, scored)
         return 0
     if other := find(against) if against else None:
-        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch)
+        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch, started)
     made = make_plan(loaded, placement)
     terminal.print_plan(made, console)
     if search_:
@@ -144,6 +145,7 @@ def plan(
         if html
         else "for a report with all stages: --html FILE"
     )
+    console.print(terminal.verdict(made), style="bold", markup=False, soft_wrap=True)
     failed = not made["fits"] or any(finding["level"] == "error" for finding in made["findings"])
     return 1 if strict and failed else 0
 

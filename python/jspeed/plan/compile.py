@@ -2,7 +2,7 @@
 fits in memory."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,11 +48,17 @@ class Step:
         return kernels(self.text, self.stage.max_doc_len)
 
 
+def silent(words: str) -> None:
+    """Print nothing of a program that is compiled."""
+
+
 @dataclass(frozen=True)
 class TargetPlacement(Placement):
-    """The placement of a recipe's programs on absent devices, those of ``cluster``."""
+    """The placement of a recipe's programs on absent devices, those of ``cluster``; ``started`` is
+    told of each program, in words, before it is compiled."""
 
     cluster: Cluster
+    started: Callable[[str], None] = silent
 
     @property
     def limit(self) -> int:
@@ -66,9 +72,10 @@ def place_on_target(
     layout: str,
     axes: dict[str, int] | None = None,
     micro_batch: int | None = None,
+    started: Callable[[str], None] = silent,
 ) -> TargetPlacement:
     """Return the placement of ``recipe`` on ``cluster``, with the attention backend that training
-    takes there.
+    takes there; ``started`` is told of each program that is compiled for it.
 
     Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`). Raises :class:`BadInput`
     without a plugin, and as :func:`jspeed.run.compute.division.place` does.
@@ -76,7 +83,7 @@ def place_on_target(
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
     device = device_of(mesh, memory=cluster.usable_bytes, recipe=recipe)
     return TargetPlacement(
-        cluster=cluster, **vars(place(recipe, mesh, layout, device, micro_batch))
+        cluster=cluster, started=started, **vars(place(recipe, mesh, layout, device, micro_batch))
     )
 
 
@@ -224,6 +231,13 @@ def step_attempts(
     """Yield the attempts of training with each of ``numbers`` of micro-batches."""
 
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
+        tokens = recipe.tokens_per_step(stage) // placement.mesh.shape["data"] // parts
+        step = f", step {phase % recipe.period + 1} of {recipe.period}" if recipe.period > 1 else ""
+        chunk = f", loss in chunks of {head_chunk:,}" if head_chunk else ""
+        placement.started(
+            f"stage {recipe.stages.index(stage) + 1}{step}, micro-batch of {tokens:,} tokens{chunk}"
+            + ", layers recomputed" * remat
+        )
         return lower(
             recipe, stage, add_remat(placement) if remat else placement, parts, phase, head_chunk
         )

@@ -43,7 +43,8 @@ def sinks(
                 stack.callback(_close, name, sink)
             except ImportError as error:
                 print(
-                    f"warning: --log {name} does nothing ({reason(error)}); pip install '.[log]'",
+                    f"warning: --log {name} does nothing ({reason(error)}); pip install"
+                    " 'jspeed[log]'",
                     file=sys.stderr,
                 )
             except Exception as error:  # no room, no network, no key

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from jspeed.base.numbers import NONE, si, size
 from jspeed.plan.schema import MicroBatch, Plan, StagePlan
 
+UNITS = (("days", 86_400, 172_800), ("hours", 3_600, 3_600), ("s", 1, 0))  # seconds; used from
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+( ?[kMGTP]?B?| %)(( to | x )[\d,.]+)*")
 
 
@@ -242,3 +243,10 @@ def percent(value: float, whole: float) -> str:
 def range_text(span: Sequence[float], unit: str = "") -> str:
     """Return ``[low, high]`` as ``68 to 97 ms``."""
     return f"{number(span[0])} to {number(span[1])} {unit}".rstrip()
+
+
+def duration(span: Sequence[float]) -> str:
+    """Return seconds, one number or a range, as ``131 to 179 s``, from an hour on in hours and from
+    two days on in days."""
+    unit, seconds = next(each[:2] for each in UNITS if span[0] >= each[2])
+    return " to ".join(number(each / seconds) for each in span) + f" {unit}"

@@ -19,9 +19,11 @@ from jspeed.plan.schema import EvaluationPlan, Plan, Traffic
 from jspeed.plan.views import tables
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import describe
+from jspeed.run.clock import now
 from jspeed.run.console import opening
 
 PAGE_ONLY = ("matmuls", "numbers of the cost model", "facts of the device")
+READABLE = 28  # characters of a column of words, at least
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
@@ -30,9 +32,24 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
+class Started:
+    """Prints each program as its compilation starts, with the seconds since the first began."""
+
+    def __init__(self, console: Console, target: str) -> None:
+        self._console, self._target = console, target
+        self._began: float | None = None
+
+    def __call__(self, words: str) -> None:
+        """Print ``words``, from whichever thread compiles."""
+        self._began = self._began or now()
+        line = f"{now() - self._began:4.0f} s  compiling for {self._target}: {words}"
+        self._console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
 def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     """Print a plan: the tables of the last stage that a reader wants first, or the ``whole``."""
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
+    expected = made["expected_seconds"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
     console.print(
         f"{made['recipe']} on {made['target']} ({made['devices']} x {made['device_kind']},"
@@ -45,8 +62,8 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     print_table(console, tables.stages(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step,"
-        f" {tables.range_text(made['predicted_seconds'], 's')} to the target (expected"
-        f" {tables.number(made['expected_seconds'])} s), ${cost['low']:.2f} to"
+        f" {tables.duration(made['predicted_seconds'])} to the target (expected"
+        f" {tables.duration([expected])}), ${cost['low']:.2f} to"
         f" ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
     )
     made_of = (f"{row['term']} {row['share']:.0%}" for row in made["terms"])
@@ -75,6 +92,17 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
             console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
+
+
+def verdict(made: Plan) -> str:
+    """Return the line that a plan ends with: whether it fits, how long it takes, what it costs."""
+    cost = made["predicted_cost"]
+    peak, limit = tables.fullest(made)["memory_bytes"]["peak"], made["memory_limit_bytes"]
+    return (
+        f"{made['recipe']} on {made['target']} {'fits' if made['fits'] else 'does not fit'}"
+        f" ({peak / 1e9:.1f} of {limit / 1e9:.1f} GB): predicted"
+        f" {tables.duration(made['predicted_seconds'])}, ${cost['low']:.2f} to ${cost['high']:.2f}"
+    )
 
 
 def write_html(path: Path, made: Plan) -> None:
@@ -165,16 +193,44 @@ def print_evaluation(scored: EvaluationPlan, console: Console) -> None:
 
 
 def print_table(console: Console, table: tables.Table) -> None:
-    """Print a table with its title above and its note under it; nothing for one without rows."""
+    """Print a table with its title above and its note under it; nothing for one without rows.
+
+    Columns that do not fit beside each other follow below, behind the first one again. Only words
+    are wrapped.
+    """
     if not table.rows:
         return
-    shown = rich.table.Table(box=None, padding=(0, 1, 0, 0))
-    for name, numbers in zip(table.head, table.numeric, strict=True):
-        shown.add_column(name, justify="right" if numbers else "left", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
     console.print(Text(table.title, "bold"))
-    console.print(shown)
+    for columns in side_by_side(table, console.width):
+        shown = rich.table.Table(box=None, padding=(0, 1, 0, 0))
+        for column in columns:
+            numbers = table.numeric[column]
+            shown.add_column(
+                table.head[column],
+                justify="right" if numbers else "left",
+                overflow="fold",
+                no_wrap=numbers,
+            )
+        for row in table.rows:
+            shown.add_row(*(Text(row[column]) for column in columns))
+        console.print(shown)
     if table.note:
         console.print(table.note, style="dim")
     console.print()
+
+
+def side_by_side(table: tables.Table, width: int) -> list[list[int]]:
+    """Divide the columns of ``table`` into groups that ``width`` characters hold, each with the
+    first column; a column of words takes at least its longest word, or READABLE."""
+    least = []
+    for number, (name, numbers) in enumerate(zip(table.head, table.numeric, strict=True)):
+        cells = [name, *(row[number] for row in table.rows)]
+        longest = max(map(len, cells))
+        words = max(len(word) for cell in cells for word in cell.split() or [""])
+        least.append(1 + (longest if numbers else min(longest, max(words, READABLE))))
+    groups = [[0]]
+    for column in range(1, len(least)):
+        if len(groups[-1]) > 1 and sum(least[each] for each in [*groups[-1], column]) > width:
+            groups.append([0])
+        groups[-1].append(column)
+    return groups
