@@ -222,6 +222,11 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     assert (
         f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out and "2 rounds of A B B A" in out
     )
+    drawn = (trainer / "r" / "loss.svg").read_text()
+    assert all(f"{each}, seed {seed}, last" in drawn for each, seed in order)
+    assert "no interval" not in out
+    assert preregistered.race(a, b, 1, trainer / "one", None, []) == 0
+    assert "one round has no interval, so give --rounds 2" in capfd.readouterr().out
     for bad, says in [
         (dict(flags=["--seed", "3"]), "holds --seed"),
         (dict(flags=["--set=A=1"]), "holds --set"),

@@ -198,6 +198,8 @@ def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_pat
         )  # the last is broken
     label, points = hooks.parent_curve(run, tmp_path)
     assert label == "parent parent, 1.390 in 80 s" and points[-1] == (80.0, 1.39)
+    of_fields = as_run(recipe="parent", overrides={"RATE": 0.3})
+    assert hooks.parent_curve(of_fields, tmp_path)[0] == "recorded parent, 1.390 in 80 s"
     other = run | {"devices": run["devices"] | {"kind": "GPU"}}
     assert hooks.parent_curve(other, tmp_path)[0].endswith("80 s, another machine")
     for sha in ("0" * 64, None):

@@ -132,6 +132,7 @@ class Facts(TypedDict):
     wall_seconds: float
     # (step, timed seconds, validation loss) of the first that converged
     curve: list[tuple[int, float, float | None]]
+    curve_seed: int
     runs: list[RunLine]
     again: list[RunLine]  # of plans that landed once it was valid: they move no number
     data: EntryData

@@ -54,12 +54,13 @@ def parent_curve(
     run: Unsealed, records: Path = remarks.RECORDS
 ) -> tuple[str, list[tuple[float, float | None]]] | None:
     """Return a label and the validation losses by timed seconds of the newest record of the parent
-    of ``run``.
+    of ``run``, or of its own recipe where fields of that are set.
 
     None where there is no record on the same track of the same validation tokens, as in an
     installed package.
     """
-    record = store.newest(records, run["track"], run["parent"]) if run["parent"] else None
+    name = run["recipe"] if run["overrides"] else run["parent"]
+    record = store.newest(records, run["track"], name) if name else None
     tokens = run["data"]["val_sha256"]
     if record is None or tokens is None or record["data"].get("val_sha256") != tokens:
         return None
@@ -70,7 +71,8 @@ def parent_curve(
     )
     elsewhere = "" if record["devices"]["kind"] == run["devices"]["kind"] else ", another machine"
     points = [(point["timed_seconds"], point["val_loss"]) for point in record["curve"]]
-    return f"parent {record['recipe']}{last}{elsewhere}", points
+    whose = "recorded" if run["overrides"] else "parent"
+    return f"{whose} {record['recipe']}{last}{elsewhere}", points
 
 
 def add(hooks: Hooks) -> Hooks:

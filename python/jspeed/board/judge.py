@@ -240,6 +240,7 @@ def facts_of(records: Records, of_track: TrackRuns, rows: Sequence[Row]) -> Fact
         "wall_seconds": fmean(run["wall_seconds"] for run in runs),
         "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in
         example["curve"]],
+        "curve_seed": example["seed"],
         "runs": lines, "again": [],
         "data": {
             "val_sha256": data.val_sha256, "train_sha256": data.shards[0] if data.shards else None,

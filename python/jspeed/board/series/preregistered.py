@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from types import FrameType
@@ -29,6 +30,7 @@ from jspeed.board.records.preregistration import (
     write_preregistration,
 )
 from jspeed.board.records.remarks import remarks
+from jspeed.board.views import loss_plot
 from jspeed.cli.satellites import rank_of
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import flag
@@ -96,8 +98,8 @@ def run_series(options: Options, text: str) -> int:
 def race(
     a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: Sequence[str]
 ) -> int:
-    """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the
-    ratio of their times.
+    """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; draw all their
+    losses as loss.svg and print the ratio of their times.
 
     Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
     """
@@ -132,7 +134,17 @@ def race(
     if complete:
         times = [[run["timed_seconds"] for run in turn] for turn in complete]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {count}")
+        curves = {
+            f"{run['recipe']}, seed {run['seed']}": [
+                (point["timed_seconds"], point["val_loss"]) for point in run["curve"]
+            ]
+            for run in sorted(chain(*complete), key=lambda run: (run["recipe_hash"], run["seed"]))
+        }
+        title = f"{loaded[a].recipe.name} and {loaded[b].recipe.name}, in turn"
+        loss_plot.curves_svg(folder / "loss.svg", curves, made[1]["target_loss"], title)
+        print(f"all losses: {folder / 'loss.svg'}")
+        unsure = "; one round has no interval, so give --rounds 2" if len(complete) == 1 else ""
+        print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {count}{unsure}")
         losses = fmean(turn[n]["val_loss"] for turn in complete for n in (1, 2))
         if losses > (target := made[1]["target_loss"]):
             print(f"{b} missed its target: mean loss {losses:.4f} > {target:g}; that is no gain")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Points = list[tuple[date, float]]
 
 WIDTH, PLOT = 360.0, 210.0  # units; a plot's height without the legend under it
+LINE = 16  # units of a legend's line
 NAME = 21  # letters of a recipe's name
 LINES = (BLUE, RED, GREEN, PINK, ORANGE, SKY)  # curves that can be told apart
 BAD, SOFT = "#b3261e", "#c9d7e6"
@@ -64,7 +65,8 @@ def figure(title: str, label: str, height: float, draw: Callable[["Axes"], None]
 
 def legend(axes: "Axes") -> None:
     """List the lines of ``axes`` that have a label, under the plot."""
-    axes.get_figure().legend(loc="outside lower left", frameon=False)  # type: ignore[union-attr]
+    whole = axes.get_figure()
+    whole.legend(loc="outside lower left", frameon=False, fontsize=11)  # type: ignore[union-attr]
 
 
 def best_so_far(points: Points) -> Points:
@@ -121,13 +123,13 @@ def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) 
         axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=6))
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}" + " s" * (unit == "seconds"))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(axis="y")
         legend(axes)
 
     label = f"Best {unit} over time. {'; '.join(names)}"
-    return figure(f"Best {unit} over time", label, PLOT + 14 * len(names), draw)
+    return figure(f"Best {unit} over time", label, PLOT + LINE * len(names), draw)
 
 
 def labels(entries: Sequence[Entry]) -> list[str]:
@@ -144,7 +146,8 @@ def labels(entries: Sequence[Entry]) -> list[str]:
 
 
 def curves(track: BoardTrack) -> str:
-    """Return validation loss over timed seconds of the best entries."""
+    """Return validation loss over timed seconds of the best entries, one run of each: the first
+    that reached the target."""
     shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
     shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][
         : len(LINES)
@@ -159,7 +162,8 @@ def curves(track: BoardTrack) -> str:
     )
     low = min([target, *(loss for curve in points for _, loss in curve)])
     ends = [
-        f"{name}: {formatting.loss(entry['curve'][-1][2])}"
+        f"{name}, seed {entry['curve_seed']}: {formatting.loss(entry['curve'][-1][2])} in"
+        f" {formatting.seconds(entry['curve'][-1][1])}"
         for name, entry in zip(labels(shown), shown, strict=True)
     ]
 
@@ -168,13 +172,17 @@ def curves(track: BoardTrack) -> str:
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.8, label=f" {end}")
         axes.axhline(target, color=BAD, linewidth=1.2, linestyle="--")
         axes.set(xlim=(0, None), ylim=(low - 0.05 * (top - low or 1), top))
+        axes.set_ylabel("nats per token")
         axes.xaxis.set_major_formatter("{x:g} s")
         axes.grid(axis="y")
         legend(axes)
 
-    label = f"Validation loss over timed seconds. {'; '.join(ends)}"
+    label = f"Validation loss over timed seconds, one run of each recipe. {'; '.join(ends)}"
     return figure(
-        f"Validation loss over seconds, target {target:g}", label, PLOT + 14 * len(ends), draw
+        f"Validation loss of one run of each, target {target:g}",
+        label,
+        PLOT + LINE * len(ends),
+        draw,
     )
 
 
@@ -196,6 +204,7 @@ def dots(track: BoardTrack) -> str:
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=4)
+        axes.set_xlabel("nats per token")
 
     label = f"Final loss of every run against the target {target:g}: " + "; ".join(
         f"{name} mean {formatting.loss(mean_of(entry['loss']))} of"
@@ -203,7 +212,7 @@ def dots(track: BoardTrack) -> str:
         for name, entry in zip(names, shown, strict=True)
     )
     return figure(
-        f"Final loss of every run, target {target:g}", label, 40 + 20.0 * len(shown), draw
+        f"Final loss of every run, target {target:g}", label, 56 + 20.0 * len(shown), draw
     )
 
 
