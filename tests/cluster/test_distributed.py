@@ -134,6 +134,23 @@ def test_two_processes_join_over_ipv6(tmp_path):
     ] * 2, results
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "1", True),
+        ("WORLD_SIZE", "2", True),
+        ("RANK", "0", False),
+        ("WORLD_SIZE", "1", False),
+    ],
+)
+def test_one_variable_that_other_programs_use_too_is_noted(name, value, said, monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "_rank", None)
+    monkeypatch.setenv(name, value)
+    distributed.initialise()
+    wanted = f"note: {name} is {value} but a launcher's other variables are not set: this process"
+    assert capsys.readouterr().err == f"{wanted} runs alone\n" * said
+
+
 def test_a_process_that_srun_did_not_start_says_that_it_is_alone(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "_rank", None)
     for name, value in {

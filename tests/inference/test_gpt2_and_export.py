@@ -206,7 +206,7 @@ def test_four_sizes(size, count):
 
 def test_an_unknown_size():
     with pytest.raises(
-        BadInput, match="field SIZE is '1B'; expected one of 124M, 350M, 774M, 1.5B"
+        BadInput, match="field SIZE is '1B'; expected one of 30M, 124M, 350M, 774M, 1.5B"
     ):
         find("gpt2", ["SIZE=1B"])
 

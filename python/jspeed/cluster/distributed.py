@@ -15,7 +15,7 @@ import jax
 
 from jspeed.base import jax_versions
 from jspeed.base.processes import with_timeout
-from jspeed.cluster.rank import Rank, find_rank, local_devices
+from jspeed.cluster.rank import TORCHRUN, Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import proxy, rendezvous, reserved_port
 from jspeed.cluster.timeout import heartbeat_limit, wait_limit
 from jspeed.errors import BadInput, first_line, say
@@ -64,6 +64,12 @@ def initialise(
                 f"note: srun did not start this process as one of the {tasks} tasks of Slurm's job:"
                 " it runs alone"
             )
+        for name, alone in ((TORCHRUN.rank, "0"), (TORCHRUN.size, "1")):
+            if (value := os.environ.get(name, "").strip() or alone) != alone:
+                say(
+                    f"note: {name} is {value} but a launcher's other variables are not set: this"
+                    " process runs alone"
+                )
         return
     _rank = rank
     wait, silence = wait_limit(), heartbeat_limit()

@@ -1,13 +1,13 @@
-"""gpt2: OpenAI's GPT-2 in its four sizes, to load (`--init-from FOLDER`) and to go on training on
-text of your own.
+"""gpt2: OpenAI's GPT-2 in its four sizes and a small one, to load (`--init-from FOLDER`) and to go
+on training on text of your own.
 
 What        llmc with the vocabulary as it is (50,257, not padded), one field for the size, and
             nanoGPT's fine-tuning: AdamW at a small constant rate, clipped, 20 steps. Without
             --init-from it starts as GPT-2 did.
 Source      Radford et al. 2019 for the model; nanoGPT's finetune_shakespeare for the optimizer.
-Hardware    any: on a CPU take the smallest size and fewer, shorter lanes (--set LANES=4 LANE_LEN=64
-            COMPUTE=float32). OpenAI's weights were not at hand: loading is tested on random ones,
-            and the target is chosen, not measured.
+Hardware    any: on a CPU take the small size and fewer, shorter lanes (--set SIZE=30M LANES=4
+            LANE_LEN=64 COMPUTE=float32). OpenAI's weights were not at hand: loading is tested on
+            random ones, and the target is chosen, not measured.
 Parent      llmc
 """
 
@@ -24,7 +24,7 @@ from jspeed.model.losses import cross_entropy, softcap
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, map_specs
 
 # Model
-SIZE = "124M"  # or 350M, 774M, 1.5B
+SIZE = "124M"  # or 350M, 774M, 1.5B; 30M, for a CPU, is not OpenAI's
 VOCAB = 50_257
 BOS = 50_256
 COMPUTE = "bfloat16"  # dtype of activations and of the weights they meet
@@ -50,6 +50,7 @@ EVAL_TOKENS = 32_768
 EVAL_LEN = LANE_LEN
 
 SIZES = {
+    "30M": (6, 6, 384),
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),

@@ -310,7 +310,7 @@ def closing(
         f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching"
         " steps[/]"
     )
-    lines.append(f"[dim]{loader_line(run['loader'])}[/]")
+    lines.append(f"[dim]{loader_lines(run['loader'])}[/]")
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
             meant = f" ({PROBES[name]})" if name in PROBES else ""
@@ -335,12 +335,12 @@ def closing(
     return [*lines, f"[bold]{line}{'' if run['status'] == 'finished' else '; ' + ended}[/]"]
 
 
-def loader_line(stats: dict[str, float]) -> str:
-    """Format :meth:`jspeed.data.TokenLoader.stats` as one line."""
+def loader_lines(stats: dict[str, float]) -> str:
+    """Format :meth:`jspeed.data.TokenLoader.stats` as two lines that 80 columns hold."""
     p50, p99, longest = (1e3 * stats[f"wait_{name}"] for name in ("p50", "p99", "max"))
     return (
-        f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50"
-        f" {p50:.3f}, p99 {p99:.3f}, longest {longest:.2f} ms; prefetch queue found empty"
-        f" {stats['queue_empty']:,} times, {stats['shard_switches']:,} shard switches,"
-        f" {stats['dropped_tokens']:,} tokens dropped"
+        f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read,"
+        f" {stats['dropped_tokens']:,} tokens dropped, {stats['shard_switches']:,} shard switches\n"
+        f"  waits p50 {p50:.3f}, p99 {p99:.3f}, longest {longest:.2f} ms; prefetch queue found"
+        f" empty {stats['queue_empty']:,} times"
     )

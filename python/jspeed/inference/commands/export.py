@@ -34,7 +34,7 @@ def export(
     with without_logs():
         from jspeed.base.files import write_whole
         from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
-        from jspeed.data.tokens import copy_tokenizer
+        from jspeed.data.tokens import GPT2, TOKENIZER_FILE, copy_tokenizer
         from jspeed.inference.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
         from jspeed.inference.model_config import same_function
         from jspeed.inference.trained import load_model
@@ -67,6 +67,12 @@ def export(
         f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB),"
         f" {', '.join(others)}"
     )
+    if as_gpt2 and TOKENIZER_FILE not in others:
+        name = loaded.facts["tokenizer"] if loaded.facts else "not known"
+        where = (
+            ", which AutoTokenizer.from_pretrained('gpt2') has" if name == GPT2["tokenizer"] else ""
+        )
+        print(f"no tokenizer file is part of it: the text's tokenizer is {name}{where}")
     if not as_gpt2:
         print(
             f"transformers cannot read it, for recipe {recipe.name} is no GPT-2; jspeed sample,"
