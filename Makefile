@@ -103,7 +103,7 @@ bench: .venv/dev
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
-# README, docs/, benchmarks/ and the API as a site; a dead link fails. Built from a copy of the tracked files, see mkdocs.yml.
+# README, docs/, lab/, benchmarks/ and the API as a site; a dead link fails. Built from a copy of the tracked files, see mkdocs.yml.
 docs: .venv/docs/installed
 	rm -rf .venv/docs/source && mkdir .venv/docs/source
 	git ls-files -z | tar --null --files-from - --create --file - | tar --extract --file - --directory .venv/docs/source

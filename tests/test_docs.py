@@ -10,8 +10,9 @@ import pytest
 from jspeed.cli.bench import BENCHES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
-READ = [page for page in PAGES if page.parent.name != "benchmarks"]
+FIGURES = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("lab/*.md")]
+READ = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+PAGES = [*READ, *FIGURES]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 
 
@@ -35,9 +36,70 @@ def test_links_lead_somewhere(page):
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text()
     linked = {Path(a or b).name for a, b in LINK.findall(index)}
-    assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= linked
+    assert {page.name for page in ROOT.glob("docs/**/*.md")} - {"index.md"} <= linked
     menu = (ROOT / "mkdocs.yml").read_text()
     assert all(str(page.relative_to(ROOT)) in menu for page in PAGES)
+
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+UNIT = (
+    r"s|ms|us|ns|seconds?|milliseconds|microseconds|nats|GB|TB|TB/s|GB/s|TFLOP/s|tokens/s"
+    r"|tokens a second|%"
+)
+FIGURE = re.compile(
+    rf"(?<![\w.`-])({NUMBER})(?:(?: to | and | \+- |, )({NUMBER}))? ?(?:{UNIT})(?![\w/])"
+)
+
+
+def figures(text: str) -> list[str]:
+    """The numbers with a unit in a page's prose and tables."""
+    for left_out in (
+        r"```.*?```",
+        r"`[^`]*`",
+        r"<!-- leaderboard.*?/leaderboard -->",
+        r"(?<=\])\([^)]*\)",
+        r"<[^>]*>",
+    ):
+        text = re.sub(left_out, "", text, flags=re.S)
+    return [number for found in FIGURE.findall(text) for number in found if number]
+
+
+def recorded() -> set[str]:
+    """Every number of the notebooks that the laboratory's index lists, of the index, and of what
+    commands write."""
+    index = (ROOT / "lab" / "README.md").read_text()
+    listed = [ROOT / "lab" / name for name in re.findall(r"\]\((2[\w-]+\.md)\)", index)]
+    assert {page.name for page in ROOT.glob("lab/2*.md")} == {page.name for page in listed}
+    pages = [ROOT / "lab" / "README.md", *listed, *ROOT.glob("lab/*.csv")]
+    pages += [*ROOT.glob("benchmarks/plan.*"), ROOT / "benchmarks" / "speed.md"]
+    return {
+        number.replace(",", "") for page in pages for number in re.findall(NUMBER, page.read_text())
+    }
+
+
+def quoted(number: str, known: set[str]) -> bool:
+    """Whether ``number`` is one of ``known``, or one of them rounded to its digits."""
+    number = number.rstrip(",").replace(",", "")
+    digits = len(number.partition(".")[2])
+    return number in known or any(f"{float(each):.{digits}f}" == number for each in known)
+
+
+def test_pages_quote_no_figure_that_the_laboratory_has_not():
+    known = recorded()
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        missing = [each for each in figures(page.read_text()) if not quoted(each, known)]
+        assert not missing, f"{page}: in no notebook of lab/README.md: {missing}"
+
+
+def test_a_figure_without_a_notebook_is_noticed():
+    known = recorded()
+    assert figures("`1 s` takes 123.456 s, 7,654,321 to 7,654,329 tokens/s on 3 GPUs") == [
+        "123.456",
+        "7,654,321",
+        "7,654,329",
+    ]
+    assert not quoted("123.456", known) and not quoted("7,654,321", known)
+    assert quoted("153", {"153.3"}) and not quoted("153.4", {"153.3"})
 
 
 def sentences(text: str) -> list[str]:

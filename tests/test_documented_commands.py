@@ -34,7 +34,7 @@ PAGES = [
     ROOT / "ARCHITECTURE.md",
     ROOT / "records/ideas/README.md",
 ]
-PAGES += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES += sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("lab/*.md")])
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(
     re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.M)[1].replace("\\\n", " ").split()

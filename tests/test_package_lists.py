@@ -25,8 +25,9 @@ PACKAGE = ROOT / "python" / "jspeed"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [
     *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("benchmarks/*.md"),
+    *ROOT.glob("lab/*.md"),
     *ROOT.glob("examples/*.ipynb"),
 ]
 # Asked for by a flag, and a missing one is answered with what to install: `jspeed doctor` has the

@@ -106,7 +106,7 @@ def test_tables_are_gathered_in_one_step_and_their_gradients_sent_in_the_other(m
 
 
 def test_the_last_step_moves_no_more_than_it_did(mesh):
-    """162.7 GB (benchmarks/speed.md); 168 before, with three copies of Adam's state among them."""
+    """162.7 GB (lab/2026-11-25-bytes-of-r89.md); 168 before, with three copies of Adam's state."""
     _, text, _ = compiled(mesh(8), "r89", -1, 1)
     moved = sum(
         kernel.runs * kernel.bytes for kernel in cost.kernels(text, 2048) if not kernel.collective
