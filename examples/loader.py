@@ -2,7 +2,7 @@
 
     python examples/loader.py [FOLDER]
 
-Without a folder, a small data set is made in a temporary one. docs/api.md has the reference.
+Without a folder, a small data set is made in a temporary one. The reference: docs/reference/api.md.
 """
 
 import sys

@@ -156,7 +156,7 @@ def test_a_recipe_is_printed_to_be_copied(tmp_path):
 def test_the_meshes_of_the_quick_start_fit_its_recipe():
     """What the layout of tp needs besides what load_recipe_and_placement checks: heads that the
     model axis divides."""
-    page = (SCRIPTS.parent / "docs" / "quickstart.md").read_text()
+    page = (SCRIPTS.parent / "docs" / "start.md").read_text()
     lines = [
         line.partition("#")[0].split()[2:]
         for line in page.splitlines()

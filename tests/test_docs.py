@@ -117,6 +117,31 @@ def test_no_sentence_has_more_than_thirty_words(page):
     assert [each for each in sentences(page.read_text()) if len(each.split()) > 30] == []
 
 
+SOURCE = re.compile(r'" *\n\s*f?"')  # of a text in several pieces, its borders
+
+
+def test_the_usual_messages_have_a_remedy():
+    """Each message of the page on faults is one that the program prints, word for word."""
+    page = (ROOT / "docs" / "debug.md").read_text()
+    sources = [*ROOT.glob("python/jspeed/**/*.py"), ROOT / "Makefile"]
+    printed = "\n".join(SOURCE.sub("", path.read_text()) for path in sources)
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", page, re.M)
+    assert len(rows) >= 10 and all(len(remedy) > 20 for _, remedy in rows)
+    for message in (each for row, _ in rows for each in re.findall(r"`([^`]+)`", row)):
+        for piece in message.split(" ... "):
+            assert piece in printed, f"no message says {piece!r}"
+    assert "no message says this of a fault" not in printed
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("docs/**/*.md")], ids=lambda page: page.name)
+def test_a_page_opens_with_what_the_reader_gets_and_a_command(page):
+    """But for the two that are lists: the index and the API."""
+    opening = page.read_text().split("\n## ")[0]
+    if page.name not in ("index.md", "api.md", "comparison.md"):
+        assert re.match(r"# .+\n\n[A-Z]", opening), "a sentence was expected first"
+        assert "```sh" in opening or re.search(r"^    \w", opening, re.M), "a command was expected"
+
+
 def defined(path: Path) -> set[str]:
     """The names that a module defines or imports at its top level."""
     found = set()

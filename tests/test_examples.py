@@ -75,7 +75,7 @@ def test_two_processes_are_one_of_eight_devices(tmp_path):
     """And the page that shows the program shows its output too."""
     program, page = (
         EXAMPLES / "two_processes.py",
-        (EXAMPLES.parent / "docs" / "launch.md").read_text(),
+        (EXAMPLES.parent / "docs" / "reference" / "join.md").read_text(),
     )
     assert f"```python\n{program.read_text()}```" in page
     launch = [

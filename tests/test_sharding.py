@@ -245,7 +245,7 @@ def test_printed_whole(mesh):
 
 
 def test_what_the_documentation_shows(capsys):
-    page = (Path(__file__).parents[1] / "docs" / "debugging.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "sharding.md").read_text()
     code, _, rest = page.partition("```python\n")[2].partition("```\n")
     there = 'jax.config.update("jax_num_cpu_devices", 8)\n'
     assert there in code

@@ -1,5 +1,5 @@
 """``jspeed bench layouts``: which layouts each recipe takes, as check_layout says: the table of
-docs/recipes.md."""
+docs/reference/layouts.md."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from jspeed.recipe import Recipe
 from jspeed.recipes import known_recipes
 from jspeed.run.find_recipe import find
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
 MARKED = re.compile(
     "(<!-- layouts: made by scripts/bench.py layouts -->\n).*(<!-- /layouts -->)", re.DOTALL
 )
@@ -24,7 +24,7 @@ def layouts(write: bool = False) -> None:
     """Print which layouts each recipe takes with its own fields, and why not the others.
 
     Args:
-        write: Put the table into docs/recipes.md instead, between its markers.
+        write: Put the table into docs/reference/layouts.md instead, between its markers.
     """
     made = table(find(name, trace=False).recipe for name in known_recipes())
     if write:

@@ -1,4 +1,4 @@
-"""The table of layouts in docs/recipes.md is the one that check_layout makes."""
+"""The table of layouts in docs/reference/layouts.md is the one that check_layout makes."""
 
 import pytest
 

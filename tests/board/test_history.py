@@ -78,7 +78,8 @@ def test_losses_are_at_the_target():
 def test_the_front_page_says_what_the_newest_record_says():
     seconds = f"{ROWS[-1]['seconds']:g}"
     front, others = (
-        (RECORDS.parent / page).read_text() for page in ("README.md", "docs/comparison.md")
+        (RECORDS.parent / page).read_text()
+        for page in ("README.md", "docs/reference/comparison.md")
     )
     assert f"stands at {seconds} seconds" in " ".join(front.split())
     assert f"yes: {seconds} s to 3.28" in others

@@ -2,9 +2,9 @@
 nowhere else.
 
 Every function says which releases it was read in or run with; `tests/test_architecture.py` keeps
-private names of JAX out of all other files, and `docs/devices.md` lists the deprecated API that is
-still in use. JAX is imported when a function is called: the rooms that never load it may import
-this one.
+private names of JAX out of all other files, and docs/reference/device_choices.md lists the
+deprecated API that is still in use. JAX is imported when a function is called: the rooms that
+never load it may import this one.
 """
 
 import importlib

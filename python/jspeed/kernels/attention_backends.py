@@ -163,7 +163,8 @@ def triton(
 ) -> jax.Array:
     """Attend with our own kernels (:mod:`jspeed.kernels.fused_attention`).
 
-    They are for GPUs that no maintained library supports with documents (docs/device_choices.md).
+    They are for GPUs that no maintained library supports with documents
+    (docs/reference/device_choices.md).
     Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's
     interpreter of kernels, for tests. Raises BadInput for types other than bf16, head widths other
     than 64 and 128, and a JAX without Pallas on Triton.

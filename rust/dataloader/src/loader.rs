@@ -19,8 +19,8 @@ const LANE_LEN: i64 = 16_384;
 /// An iterator of batches of token shards, made ahead by one thread.
 ///
 /// The stream depends on the shards, lanes, align, `bos_id`, stages and shuffle alone: process p of P
-/// gets lanes [p * lanes / P, (p + 1) * lanes / P) of the same global batches. docs/data.md has an
-/// example, the type stub `_dataloader.pyi` all arguments and errors.
+/// gets lanes [p * lanes / P, (p + 1) * lanes / P) of the same global batches.
+/// docs/reference/loader.md has an example, the type stub `_dataloader.pyi` all arguments and errors.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct TokenLoader {
     loader: core::Loader,

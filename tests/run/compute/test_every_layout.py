@@ -1,4 +1,4 @@
-"""Every layout that a recipe takes compiles, and each in every dtype, as docs/recipes.md says."""
+"""Every layout that a recipe takes compiles, each in every dtype (docs/reference/layouts.md)."""
 
 import subprocess
 import sys
