@@ -40,6 +40,8 @@ def cache(tmp_path, monkeypatch):
             (tmp_path / "data" / name / "manifest.json").write_text(manifest)
     (tmp_path / "xla").mkdir()
     (tmp_path / "xla" / "jit_step-cache").write_bytes(b"0" * 1234)
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "1.saved").write_bytes(b"0" * 777)
     return tmp_path
 
 
@@ -56,7 +58,8 @@ def test_what_is_there(cache, capsys):
         os.sched_getaffinity(0)
     )
     assert 0 < found["machine"]["available_memory"] < found["machine"]["memory"]
-    assert found["cache"]["programs"] == 1234 and found["cache"]["folder"] == str(cache)
+    assert found["cache"]["programs"] == 1234 and found["cache"]["saved"] == 777
+    assert found["cache"]["folder"] == str(cache)
     assert found["cache"]["data"] == sum(
         path.stat().st_size for path in (cache / "data").rglob("*") if path.is_file()
     )

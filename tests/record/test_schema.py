@@ -48,6 +48,7 @@ RUN |= {
         "arrays": [HELD],
         "calls": [],
     },
+    "programs": {"loaded": False, "sha256": {"step": ["ab" * 32]}},
     "probes": RUN["probes"] | {"stream_repeats": {"passed": True}},
     "weighted": False,
     "told_by": "",
@@ -58,6 +59,7 @@ OPTIONAL = {
     "unread",
     "clock_stepped",
     "carried",
+    "programs",
     "weighted",
     "told_by",
     "holdout",
@@ -292,6 +294,7 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),
         ("curve.1.val_loss", -0.1, "curve[1].val_loss"),
         ("holdout.val_loss", -0.1, "holdout.val_loss"),
+        ("programs.loaded", True, "programs.loaded"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(

@@ -4,7 +4,8 @@ import math
 import os
 import re
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def use_no_compile_cache() -> None:
     """Compile every program from now on, whatever was compiled before and lies in the cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     ask_again_for_compile_cache()
+
+
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Neither read nor write the compile cache in the block."""
+    use_no_compile_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        ask_again_for_compile_cache()
 
 
 def folder() -> Path:

@@ -35,6 +35,8 @@ GPU_OPTIONS: dict[str, Any] = {
 # one that finds the program in its own cache, as on the one node of several that has compiled it
 # before, gives none.
 SHARDED_TUNING = "xla_gpu_shard_autotuning"
+Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
+Build = Callable[[jax.stages.Lowered, Compile], jax.stages.Compiled]  # or finds what was compiled
 FP8_CALL = "__cublas$lt$matmul$f8"  # the custom call of an FP8 matmul
 
 # libtpu's least optimisation effort, XLA's EffortLevel O0, unless EFFORT is set: a core then
@@ -93,6 +95,11 @@ def compiled(
         if device.platform != "tpu" or needed is None:
             raise
         raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
+
+
+def anew(lowered: jax.stages.Lowered, how: Compile) -> jax.stages.Compiled:
+    """A :data:`Build` that compiles, whatever there is."""
+    return how(lowered)
 
 
 def measured(

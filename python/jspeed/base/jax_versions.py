@@ -123,6 +123,23 @@ def ask_again_for_compile_cache() -> None:
     importlib.import_module("jax.experimental.compilation_cache.compilation_cache").reset_cache()
 
 
+def machine_code(executable: Any) -> tuple[Any, ...]:
+    """Return a ``jax.stages.Compiled`` as what can be pickled; raises where its backend has no way.
+    Run with JAX 0.10 and 0.12."""
+    from jax.experimental.serialize_executable import serialize
+
+    return serialize(executable)
+
+
+def from_machine_code(kept: tuple[Any, ...], devices: list[Any]) -> Any:
+    """Return the executable that :func:`machine_code` gave, for ``devices`` in the order of their
+    mesh."""
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    code, arguments, results = kept
+    return deserialize_and_load(code, arguments, results, execution_devices=devices)
+
+
 @cache
 def xla_flags_fault(flags: str) -> str | None:
     """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jspeed
 from jspeed._dataloader import available_memory
 from jspeed.base.cores import cores
-from jspeed.base.files import cache_folder
+from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.base.numbers import size
 from jspeed.base.standard_streams import without_logs
 from jspeed.cli import repository
@@ -167,8 +167,10 @@ def cache_and_data() -> dict[str, Any]:
         return {"cache": {"folder": None, "problem": str(error)}, "data": []}
     programs = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "xla")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    saved = folder / PROGRAMS
     sizes = {"data": folder_size(folder / "data"), "programs": folder_size(programs)}
-    places = {"folder": str(folder), "programs_folder": str(programs)}
+    sizes["saved"] = folder_size(saved)
+    places = {"folder": str(folder), "programs_folder": str(programs), "saved_folder": str(saved)}
     return {
         "cache": places | sizes | {"free": shutil.disk_usage(there).free},
         "data": data_sets(folder / "data"),
@@ -279,6 +281,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         rows.append(
             ("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs")
         )
+        rows.append(("", f"{sizes['saved_folder']}: {size(sizes['saved'])} programs of whole runs"))
     else:
         rows.append(("cache", sizes["problem"]))
     for number, one in enumerate(report["data"]):

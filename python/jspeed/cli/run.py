@@ -93,7 +93,7 @@ def run(
             added.afterwards(options, run_dir)
             say_what_next(options)
 
-        return train(options, replace(added, afterwards=afterwards))
+        return train(options, replace(added, afterwards=afterwards), saves=True)
 
 
 COMMAND = Command(

@@ -38,6 +38,7 @@ def check(run: Run) -> None:
     _verdict(run)
     _moments(run)
     _holdout(run)
+    _programs(run)
 
 
 def _wrong(field: str, expected: str, found: object) -> BadInput:
@@ -176,3 +177,8 @@ def _holdout(run: Run) -> None:
             f"at least data.val_tokens, {run['data']['val_tokens']}, where the first range ends"
         )
         raise _wrong("holdout.first", wanted, holdout["first"])
+
+
+def _programs(run: Run) -> None:
+    if run["plan"] and run.get("programs", {}).get("loaded"):
+        raise _wrong("programs.loaded", "false, because a plan announced the run", "true")

@@ -162,6 +162,13 @@ class Carried(TypedDict):
     calls: list[str]  # to the host, of any program
 
 
+class Programs(TypedDict):
+    """The executables of a run."""
+
+    loaded: bool  # that an earlier run had saved; a preregistered run compiles its own
+    sha256: dict[str, list[str]]  # of the optimised HLO of each, without places in the source
+
+
 class Kernels(TypedDict):
     """What attention and FP8 matmuls ran on."""
 
@@ -257,6 +264,7 @@ class Unsealed(TypedDict):
     # the class of the recipe's ``beside``; "": rows are tokens alone; null: of a file of its own
     told_by: NotRequired[str | None]
     carried: NotRequired[Carried]  # of runs whose score the trainer computed; older ones have none
+    programs: NotRequired[Programs]  # of what was compiled; older runs do not say
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     # tokens of a row whose logits a step had at once; null, or none: all
     head_chunk: NotRequired[AtLeastOne | None]

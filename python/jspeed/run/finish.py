@@ -28,7 +28,7 @@ from jspeed.run.clock import after, between, now, utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
 from jspeed.run.evidence import probes
-from jspeed.run.evidence.carried import carried
+from jspeed.run.evidence.carried import carried, programs_of
 from jspeed.run.evidence.probes import data_evidence, evaluate_holdout
 from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.hooks import NO_HOOKS, Hooks
@@ -224,6 +224,8 @@ def record(
         run["holdout"] = holdout
     if unread and val_loss is not None:
         run["unread"] = unread
+    if program.compiled:
+        run["programs"] = programs_of(program)
     if found := carried(recipe, program):
         run["carried"] = found
         run["weighted"] = recipe.weigh is not None

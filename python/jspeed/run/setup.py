@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from jspeed.run.compute.program import (
     state_shardings,
     warm_up,
 )
+from jspeed.run.compute.saved import saved_or_compiled
 from jspeed.run.compute.step import State, fetcher, with_parameters
 from jspeed.run.evidence.foreign_code import remember
 from jspeed.run.evidence.stream import Facts, facts
@@ -118,10 +120,18 @@ class Setup:
         return self.directory.path
 
 
-def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_HOOKS) -> Setup:
+def set_up(
+    options: Options,
+    clock: Clock,
+    console: Console,
+    hooks: Hooks = NO_HOOKS,
+    saves: bool = False,
+) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
-    behind."""
-    use_compile_cache(planned=hooks.planned(options.run_dir))
+    behind. ``saves``: where no plan forbids it, programs are loaded that such a run has saved
+    (:mod:`jspeed.run.compute.saved`)."""
+    planned = hooks.planned(options.run_dir)
+    use_compile_cache(planned)
     loaded, placement = load_recipe_and_placement(options)
     first_params = None
     if options.init_from is not None:
@@ -146,7 +156,7 @@ def set_up(options: Options, clock: Clock, console: Console, hooks: Hooks = NO_H
         say_opening(options, loaded, checked, data, console, hooks)
         output.notes(console, provenance.why_no_commit(commit))
         program, validation, initial, checked = compile_and_warm_up(
-            options, loaded, checked, data.rows, clock, console
+            options, loaded, checked, data.rows, clock, console, saves and not planned
         )
         say_fallbacks(loaded.recipe, program, checked, console)
         with clock.section("initial state"):
@@ -317,15 +327,17 @@ def compile_and_warm_up(
     rows: np.ndarray,
     clock: Clock,
     console: Console,
+    saves: bool,
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
     """Return the largest program that a device can run, the rows on the devices, the checksum of
     the first state, and ``checked`` with the settings that could be compiled. Raises
     :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, checked.placement.mesh
+    build = partial(saved_or_compiled, loaded, rows=len(rows)) if saves else None
     while True:
         with clock.section("compile"):
             program, checked = compile_or_fall_back(
-                recipe, checked, len(rows), loaded.fields, console
+                recipe, checked, len(rows), loaded.fields, console, build
             )
             checked = count_kernels(program, checked, loaded.fields, console)
             if options.accuracy:

@@ -43,13 +43,14 @@ Pause = Callable[[str], AbstractContextManager[None]]  # the clock stands, for a
 SETTLED = 5  # steps before the trace begins: the first ones fill queues and caches
 
 
-def train(options: Options, hooks: Hooks = NO_HOOKS) -> int:
+def train(options: Options, hooks: Hooks = NO_HOOKS, saves: bool = False) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not,
     130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
-    error on any ends all."""
+    error on any ends all. ``saves``: compiled programs are saved and loaded
+    (:mod:`jspeed.run.compute.saved`), for a process that is nothing but this run."""
     with as_found():
         with sigterm_is(_terminate), hooks.joined(options):
-            code, run_dir = run(options, hooks)
+            code, run_dir = run(options, hooks, saves)
         if processes.index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
             hooks.afterwards(options, run_dir)
     return code
@@ -68,12 +69,12 @@ def as_found() -> Iterator[None]:
         give_back_memory()
 
 
-def run(options: Options, hooks: Hooks = NO_HOOKS) -> tuple[int, Path]:
+def run(options: Options, hooks: Hooks = NO_HOOKS, saves: bool = False) -> tuple[int, Path]:
     """Make one run in this process, once jax.distributed is initialised; returns exit code and run
     directory."""
     first = processes.index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
-    setup = set_up(options, clock, console, hooks)
+    setup = set_up(options, clock, console, hooks, saves)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = processes.group().stop()
     logs = sinks(

@@ -104,6 +104,18 @@ def _has_operations(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
+# Of optimised HLO: where in the source an operation is from, and the tables of those places.
+PLACES = re.compile(
+    r', metadata=\{(?:[^{}"]|"[^"]*")*\}|^(?:File|Function|Stack).*\n(?:\d.*\n)*', re.M
+)
+
+
+def text_hash(text: str) -> str:
+    """Return the SHA-256 of the optimised HLO ``text`` of an executable, without where in the
+    source it is from: the same for one that was compiled and one that was saved and loaded."""
+    return hashlib.sha256(PLACES.sub("", text).encode()).hexdigest()
+
+
 HOST = re.compile(r'custom_call_target="([^"]*callback[^"]*)"|is_host_transfer=true|\b(outfeed)\(')
 
 

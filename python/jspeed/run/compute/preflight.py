@@ -207,10 +207,15 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
 
 
 def compile_or_fall_back(
-    recipe: Recipe, checked: Preflight, rows: int, fields: Mapping[str, Any], console: Console
+    recipe: Recipe,
+    checked: Preflight,
+    rows: int,
+    fields: Mapping[str, Any],
+    console: Console,
+    build: Callable[[Placement], Program] | None = None,
 ) -> tuple[Program, Preflight]:
-    """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try
-    the next backend.
+    """Compile the run's program, or ``build`` it for a placement. If that fails at the real shapes,
+    first drop own kernels, then try the next backend.
 
     All processes use the same backend, and none continues before all have compiled: gloo
     collectives time out after 30 s. Raises :class:`BadInput` for a backend or own kernels that were
@@ -221,7 +226,8 @@ def compile_or_fall_back(
         program, failure, error = None, None, None
         with waiting(console, "compiling"):
             try:
-                program = compile_program(recipe, checked.placement, rows)
+                where = checked.placement
+                program = build(where) if build else compile_program(recipe, where, rows)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jspeed.base.compiler import compiled, measured, memory_needed
+from jspeed.base.compiler import Build, anew, compiled, measured, memory_needed
 from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import own_kernel
 from jspeed.parallel.layout import partitions, with_remat
@@ -72,6 +72,7 @@ class Program:
     accuracy: Callable[..., jax.Array] | None = None
     inside: Mapping[str, Inside] = field(default_factory=dict)
     others: tuple[jax.stages.Compiled, ...] = ()
+    loaded: bool = False
 
     @property
     def compiled(self) -> list[jax.stages.Compiled]:
@@ -109,7 +110,9 @@ class Program:
         return found
 
 
-def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
+def compile_program(
+    recipe: Recipe, placement: Placement, rows: int, build: Build = anew
+) -> Program:
     """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that
     of ``recipe``.
 
@@ -125,11 +128,7 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
         number
     )
     inside["initial state"].look(traced.jaxpr)
-    drawn = traced.lower().compile()
-
-    def init(seed: int) -> State:
-        return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
-
+    drawn = build(traced.lower(), jax.stages.Lowered.compile)
     alike, period = partial(accumulators.first_alike, recipe), recipe.period
     jobs = [
         (recipe.stages.index(stage), alike(stage, phase))
@@ -139,7 +138,7 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     unlike = list(dict.fromkeys(jobs))
 
     def compile_one(job: Job, stop: threading.Event) -> Attempt:
-        return fit(recipe, placement, *job, stop=stop, inside=inside["step"])
+        return fit(recipe, placement, *job, stop=stop, inside=inside["step"], build=build)
 
     done = compile_all(compile_one, unlike, placement.device)
     fitted = [done[unlike.index(job)] for job in jobs]
@@ -148,21 +147,28 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, placement)
     padded, evaluation = compile_evaluation(
-        recipe, placement, micro_tokens, rows, idle, inside=inside["evaluation"]
+        recipe, placement, micro_tokens, rows, idle, inside=inside["evaluation"], build=build
     )
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
-    end: Callable[[State], State] = lambda state: state
+    end: Callable[[State], State] = unchanged
     if recipe.averages:
-        end = (
-            jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings)
-            .lower(shapes)
-            .compile()
-        )
+        means = jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings)
+        end = build(means.lower(shapes), jax.stages.Lowered.compile)
     how = (last.head_chunk, last.remat, parts)
     return Program(
-        init, steps, evaluation, end, micro_tokens, padded, *how,
+        draw_state(drawn, mesh), steps, evaluation, end, micro_tokens, padded, *how,
         inside=inside, others=(drawn, evaluation),
     )  # fmt: skip
+
+
+def draw_state(drawn: jax.stages.Compiled, mesh: Mesh) -> Callable[[int], State]:
+    """Return ``Program.init`` that runs ``drawn`` on the devices of ``mesh``."""
+    return lambda seed: drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
+
+
+def unchanged(state: State) -> State:
+    """``Program.at_end`` of a recipe without averages."""
+    return state
 
 
 def compile_evaluation(
@@ -173,6 +179,7 @@ def compile_evaluation(
     idle: int = 0,
     measure: Measure = losses,
     inside: Inside | None = None,
+    build: Build = anew,
 ) -> tuple[int, jax.stages.Compiled]:
     """Compile :func:`trace_evaluation`; returns the padded rows too. ``inside`` notes its constants
     and calls.
@@ -184,7 +191,8 @@ def compile_evaluation(
     if inside is not None:
         inside.look(traced.jaxpr)
     lowered = traced.lower()
-    need, evaluation = measured(partial(compiled, device=device), lowered)
+    how = partial(compiled, device=device)
+    need, evaluation = measured(lambda each: build(each, how), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
         there = (
             f" and there are {device.memory / 1e9:.1f} GB"
@@ -244,6 +252,7 @@ def fit(
     phase: int = -1,
     stop: threading.Event | None = None,
     inside: Inside | None = None,
+    build: Build = anew,
 ) -> Attempt:
     """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory,
     compiled; ``inside`` notes what is in it.
@@ -264,7 +273,8 @@ def fit(
             inside.join(found)
         return traced.lower()
 
-    measure = partial(measured, partial(compiled, device=device))
+    how = partial(compiled, device=device)
+    measure = partial(measured, lambda lowered: build(lowered, how))
     for tried in attempts(
         recipe, stage, mesh, placement.micro_batches[number], limit, lower, measure
     ):

@@ -7,8 +7,8 @@ from jspeed.data.tokens import GPT2_BOS
 from jspeed.errors import BadInput
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipe import Recipe
-from jspeed.record.schema import Carried, CarriedArray
-from jspeed.run.compute.inside import described
+from jspeed.record.schema import Carried, CarriedArray, Programs
+from jspeed.run.compute.inside import described, text_hash
 from jspeed.run.compute.program import Program
 
 NAMED = 64  # numbers of an array from which on it is listed by itself
@@ -37,6 +37,19 @@ def carried(recipe: Recipe, program: Program) -> Carried | None:
         "places": {name: inside.places for name, inside in program.inside.items()},
         "arrays": arrays,
         "calls": sorted(program.host_calls()),
+    }
+
+
+def programs_of(program: Program) -> Programs:
+    """Return run.json's ``programs``."""
+    first, evaluation = program.others
+    steps = {id(step): step for step in program.compiled}
+    named = {"initial state": [first], "step": list(steps.values()), "evaluation": [evaluation]}
+    return {
+        "loaded": program.loaded,
+        "sha256": {
+            name: [text_hash(each.as_text() or "") for each in some] for name, some in named.items()
+        },
     }
 
 

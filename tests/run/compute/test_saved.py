@@ -1,0 +1,263 @@
+"""A run's programs are saved and loaded, and never where another trace could be another program."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jspeed.base.files import PROGRAMS, cache_folder
+from jspeed.parallel.mesh import batch_rows
+from jspeed.run.compute import saved
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.division import place
+from jspeed.run.compute.inside import text_hash
+from jspeed.run.evidence.carried import programs_of
+from jspeed.run.find_recipe import find
+from jspeed.run.hooks import NO_HOOKS
+from jspeed.run.options import Options
+from jspeed.run.train import train
+
+from ...multi_process import SAME_BITS, ended, environment, metrics, shards, start, toy
+from ...toys import TINY, TOYS
+from .steps import batches, mesh_of
+
+ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A cache folder of its own, and the folder of programs in it."""
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    return cache_folder() / PROGRAMS
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Nothing may be traced or compiled after a call of this."""
+
+    def refuse(*_, **__):
+        raise AssertionError("was traced")
+
+    return lambda: monkeypatch.setattr(saved, "compile_program", refuse)
+
+
+def tried(*sets, recipe="stdlib", mesh=None, rows=ROWS):
+    """The programs of a toy, compiled or loaded."""
+    loaded = find(str(recipe), [*TOYS.get(str(recipe), TINY), *sets])
+    mesh = mesh or mesh_of(2)
+    placement = place(loaded.recipe, mesh, "zero1", device_of(mesh, recipe=loaded.recipe))
+    return saved.saved_or_compiled(loaded, placement, rows)
+
+
+def losses(program, recipe, mesh, count=3):
+    state, found = program.init(7), []
+    for tokens in batches(recipe, count):
+        state, made = program.steps[0][0](state, jax.device_put(tokens, batch_rows(mesh)))
+        found.append(float(made["loss"]))
+    return found
+
+
+def test_what_is_loaded_is_what_was_compiled(folder, no_compiler):
+    mesh, recipe = mesh_of(2), find("stdlib", TINY).recipe
+    first = tried()
+    assert not first.loaded and len(list(folder.iterdir())) == 4  # three executables and a list
+    no_compiler()
+    again = tried()
+    assert again.loaded and again.parts == first.parts and again.eval_rows == first.eval_rows
+    assert again.need == first.need
+    assert programs_of(again)["sha256"] == programs_of(first)["sha256"]
+    assert again.host_calls() == set() and vars(again.inside["step"]) == vars(first.inside["step"])
+    np.testing.assert_allclose(losses(again, recipe, mesh), losses(first, recipe, mesh), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_phases_and_averages(no_compiler):
+    """Executables that phases share are one; that of averages is kept too."""
+    first = tried(recipe="r92")
+    no_compiler()
+    again = tried(recipe="r92")
+    shared = [
+        [[phases.index(step) for step in phases] for phases in each.steps]
+        for each in (first, again)
+    ]
+    assert again.loaded and shared[0] == shared[1]
+    assert saved.unchanged not in (first.at_end, again.at_end)
+
+
+def test_other_programs_are_others(no_compiler, monkeypatch):
+    tried()
+    no_compiler()
+    before = jax.config.jax_numpy_rank_promotion
+    with pytest.raises(AssertionError, match="was traced"):
+        tried("MUON_LR=0.5")
+    with pytest.raises(AssertionError, match="was traced"):
+        tried(mesh=mesh_of(1))
+    with pytest.raises(AssertionError, match="was traced"):
+        tried(rows=ROWS + 9)
+    jax.config.update("jax_numpy_rank_promotion", "warn")
+    try:
+        with pytest.raises(AssertionError, match="was traced"):
+            tried()
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", before)
+    assert tried().loaded
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
+    with pytest.raises(AssertionError, match="was traced"):
+        tried()
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flipped(content):
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@pytest.mark.parametrize(("which", "damage"), [("list", cut), ("executable", flipped)])
+def test_damaged_files_are_made_again(folder, capfd, which, damage, no_compiler):
+    tried()
+    damaged = [path for path in folder.iterdir() if path.name.startswith("stdlib-")]
+    if which == "executable":
+        damaged = [path for path in folder.iterdir() if path not in damaged][:1]
+    (path,) = damaged
+    path.write_bytes(damage(path.read_bytes()))
+    assert not tried().loaded
+    lines = set(capfd.readouterr().err.splitlines())
+    assert lines == {f"note: {path} is not used: it is damaged"}
+    no_compiler()
+    assert tried().loaded
+
+
+def test_another_users_files_are_not_run(folder, capfd, monkeypatch):
+    tried()
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert not tried().loaded
+    assert "is not used: it is another user's" in capfd.readouterr().err
+
+
+def test_a_module_that_changed_makes_programs_old(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "helper.py"
+    path.write_text("SCALE = 2\n")
+    module = types.ModuleType("helper")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "helper", module)
+    tried()
+    assert tried().loaded
+    path.write_text("SCALE = 3\n")
+    assert not tried().loaded
+    assert f"are made again: {path} is another" in capfd.readouterr().err
+    other = types.ModuleType("patches")
+    other.__file__ = str(tmp_path / "patches.py")
+    monkeypatch.setitem(sys.modules, "patches", other)
+    assert not tried().loaded
+
+
+READ = {
+    "import os\nLANES_OF = int(os.environ.get('SIZE', 8))": "imports os",
+    "import numpy as np\nTABLE = np.load('table.npy')": "uses attribute load",
+    "import helper": "imports helper",
+    "TABLE = open('table')": "uses open",
+    "import numpy as np\nTABLE = np.random.rand(4)": "uses np.random",
+    "from numpy import random": "imports random",
+    "SALT = hash('text')": "uses hash",
+}
+
+
+@pytest.mark.parametrize("text", READ)
+def test_what_a_recipe_could_read_elsewhere_is_seen(text):
+    assert any(READ[text] in why for why in saved.unrepeatable(text))
+
+
+def test_a_recipe_that_reads_elsewhere_is_traced_again(tmp_path, folder):
+    path = tmp_path / "mine.py"
+    path.write_text(find("stdlib").source + "\nimport time\n")
+    assert not tried(recipe=path).loaded
+    before = {each.name: each.stat().st_ino for each in folder.iterdir()}
+    assert len(before) == 3  # executables, by their text
+    assert not tried(recipe=path).loaded
+    assert {each.name: each.stat().st_ino for each in folder.iterdir()} == before
+
+
+def test_room_is_bounded(folder, monkeypatch):
+    tried()
+    theirs = folder / "somebody.txt"
+    theirs.write_text("x" * 1000)
+    old = folder / f"old{saved.SUFFIX}"
+    left = folder / f".killed{saved.SUFFIX}.ab12"
+    for path in (old, left):
+        path.write_bytes(bytes(1000))
+        os.utime(path, (1, 1))
+    own = sum(path.stat().st_size for path in folder.glob("[0-9a-z]*.saved")) - 1000
+    monkeypatch.setattr(saved, "MOST", own)
+    saved.make_room(folder)
+    assert theirs.exists() and not old.exists() and not left.exists() and tried().loaded
+    monkeypatch.setattr(saved, "MOST", 0)
+    saved.make_room(folder)
+    assert list(folder.iterdir()) == [theirs]
+
+
+def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
+    data = shards(tmp_path / "shards")
+    words = Options(
+        "stdlib", data=data, steps=1, set_=tuple(toy()[2:]), progress=False, sample=False
+    )
+
+    def run(name, hooks=NO_HOOKS, saves=True):
+        train(dataclasses.replace(words, run_dir=tmp_path / name), hooks, saves=saves)
+        return metrics(tmp_path / name)
+
+    run("usual", saves=False)  # of a program of somebody's own
+    assert not folder.exists()
+    run("first")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(before) == 4
+    no_compiler()
+    planned = dataclasses.replace(NO_HOOKS, planned=lambda _: True)
+    run("planned", planned)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+KILLED = """
+import os, signal, sys
+from jspeed.cli.main import main
+from jspeed.run.compute import saved
+def killed(path, content):
+    path.with_name(f".{path.name}.ab").write_bytes(content[:100])
+    os.kill(os.getpid(), signal.SIGKILL)
+saved.write_whole = killed
+main("run")
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_saving(tmp_path):
+    """Nothing is lost: the next start compiles and saves, and the one after it loads."""
+    shards(tmp_path / "shards")
+    words = ["--data", "shards", "--steps", 3, "--run-dir"]
+    variables = environment(**SAME_BITS)
+    command = [sys.executable, "-c", KILLED, *map(str, words), "0", *toy()]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    found = []
+    for name in ("1", "2"):
+        ((code, _, err),) = ended([start(tmp_path, variables, *words, name, *toy())])
+        assert code == 0, err
+        found.append(metrics(tmp_path / name))
+    assert found[0] == found[1]
+    assert '"loaded": false' in (tmp_path / "1" / "run.json").read_text()
+    assert '"loaded": true' in (tmp_path / "2" / "run.json").read_text()
+
+
+def test_a_hash_is_of_the_program_alone():
+    text = 'HloModule jit_f\n\nFileNames\n1 "a.py"\n\n%f (x: f32[]) -> f32[] {\n'
+    line = '  ROOT %a = f32[] add(%x, %x), metadata={op_name="f/{g}" stack_frame_id=3}\n}\n'
+    other = text.replace('1 "a.py"\n', '1 "b.py"\n2 "c.py"\n') + line.replace("3}", "5}")
+    assert text_hash(text + line) == text_hash(other)
+    assert text_hash(text + line) != text_hash(text + line.replace("add", "multiply"))
