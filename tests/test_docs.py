@@ -33,6 +33,15 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_picture_has_words_for_who_cannot_see_it(page):
+    text = page.read_text()
+    pictures = re.findall(r"<img [^>]*>", text)
+    said = [*re.findall(r"!\[([^\]]*)\]\(", text)]
+    said += ["".join(re.findall(r'alt="([^"]*)"', picture)) for picture in pictures]
+    assert all(len(words.split()) >= 4 for words in said), said
+
+
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text()
     linked = {Path(a or b).name for a, b in LINK.findall(index)}

@@ -18,6 +18,11 @@ RED = "#D55E00"
 PINK = "#CC79A7"
 SKY = "#56B4E9"
 INK, EDGE, PALE = "#333333", "#999999", "#dddddd"
+# Each colour where the reader's system is dark, which a browser asks of a picture too.
+DARK = {
+    "#ffffff": "#0d1117", INK: "#e6edf3", EDGE: "#8b949e", PALE: "#30363d",
+    BLUE: "#4aa3df", RED: "#ff8c42", GREEN: "#2fc59b",
+}  # fmt: skip
 STYLE: dict[Any, Any] = {  # matplotlib's parameters
     "svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10, "text.color": INK,
     "text.parse_math": False,
@@ -31,7 +36,10 @@ STYLE: dict[Any, Any] = {  # matplotlib's parameters
 
 
 def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
-    """Return what ``draw`` puts into an empty figure of ``size`` inches; text in it stays text."""
+    """Return what ``draw`` puts into an empty figure of ``size`` inches; text in it stays text.
+
+    Its colours follow the reader's system, light or dark.
+    """
     # Imported here because it takes a second, which a run without a plot should not pay. A bare
     # Figure needs neither a display nor pyplot's global state.
     import matplotlib
@@ -44,7 +52,17 @@ def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
         draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
-    return buffer.getvalue().decode()
+    return light_and_dark(buffer.getvalue().decode())
+
+
+def light_and_dark(text: str) -> str:
+    """Return an SVG of :func:`svg`'s colours with a rule that replaces them on dark screens."""
+    rules = "".join(
+        f'[style*="{what}: {light.lower()}"]{{{what}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    return text.replace("</style>", f"@media (prefers-color-scheme: dark) {{{rules}}}</style>", 1)
 
 
 def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:

@@ -39,6 +39,7 @@ BENCHES = {
         "plans",
         "Plans of all programs whose seconds are quoted, beside what was measured: plan.md",
     ),
+    "pictures": ("pictures", "Pictures that no run and no plan makes: rooms, the first GPU"),
     "generate": ("text", "Tokens a second of generation, with the key-value cache and without"),
     "tokenise": ("text", "Tokens a second of tokenising, and of a plain loop over tiktoken"),
 }
