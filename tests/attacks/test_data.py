@@ -61,7 +61,7 @@ def test_a_shard_that_is_written_over_and_keeps_its_times(own, tmp_path, monkeyp
 
     at_step_1(monkeypatch, restore)
     try:
-        assert failed(attack(tmp_path, own, {}, steps=4)) == {"stream_repeats"}
+        assert failed(attack(tmp_path, own, {}, set_=("STEPS=4",))) == {"stream_repeats"}
     except ShardTruncatedError as error:  # a reader that met the writing ends the run at once
         assert "was written to" in str(error)
 
@@ -86,8 +86,8 @@ def test_a_resumed_run_whose_first_part_read_another_shard(swap, own, tmp_path):
     genuine = (own / SHARD).read_bytes()
     if swap:
         (own / SHARD).write_bytes(other_text(own))
-    attack(tmp_path, own, {}, steps=4, max_minutes=1e-9, checkpoint_every=1)
+    attack(tmp_path, own, {}, set_=("STEPS=4",), max_minutes=1e-9, checkpoint_every=1)
     if swap:
         (own / SHARD).write_bytes(genuine)
-    run = attack(tmp_path, own, {}, steps=4, resume=True, checkpoint_every=1)
+    run = attack(tmp_path, own, {}, set_=("STEPS=4",), resume=True, checkpoint_every=1)
     assert run["resumed"] and failed(run) == ({"stream_repeats"} if swap else set())

@@ -15,6 +15,7 @@ from jspeed.cli.satellites import hooks
 from jspeed.errors import BadInput
 from jspeed.fields import Stage
 from jspeed.record import provenance
+from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import read_run
 from jspeed.run import metrics_log as sinks
 from jspeed.run.finish import stage_borders
@@ -83,6 +84,20 @@ def test_the_commit_is_that_of_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "git", lambda *_: next(states))
     train(three_steps(tmp_path))
     assert read_run(tmp_path / "run")["git"] == {"commit": "a" * 40, "dirty": True} and next(states)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_only_what_could_count_is_probed(planned, tmp_path, monkeypatch, capsys):
+    """Fewer steps than the schedule has count where a plan says so, and nowhere else."""
+    place = {"sha256": "ab" * 32, "folder": "run"}
+    added = replace(hooks(), place_in_plan=lambda *_: place if planned else None)
+    options = three_steps(tmp_path, set_=(*TOY, "LAYERS=1", "STEPS=9"), steps=1, sample=False)
+    assert train(options, added) == 0
+    run = read_run(tmp_path / "run")
+    assert set(run["probes"]) == (set(PROBES) if planned else set())
+    assert run["reached"] == planned and run["val_loss"] < run["target_loss"]
+    assert ("unread" in run) == planned
+    assert ("does not count, nor is probed" in capsys.readouterr().out) == (not planned)
 
 
 @pytest.mark.slow

@@ -138,7 +138,8 @@ def _verdict(run: Run) -> None:
     if (step, last) != (run["steps"], loss):
         wanted = f"the last loss of the curve, {last} after step {step}"
         raise _wrong("val_loss", wanted, f"{loss} after step {run['steps']}")
-    for name in PROBES:
+    unprobed = not run["plan"] and run["steps"] == run["asked_steps"] < run["planned_steps"]
+    for name in () if unprobed and not run["probes"] else PROBES:
         # the field and the probe came together
         older = name == "replicas_agree" and "kernels" not in run
         older |= name == "stream_repeats" and "carried" not in run
@@ -147,6 +148,7 @@ def _verdict(run: Run) -> None:
     reached = (
         loss is not None
         and loss <= run["target_loss"]
+        and bool(run["probes"])
         and all(p["passed"] for p in run["probes"].values())
     )
     if run["reached"] is not reached:

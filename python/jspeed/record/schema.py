@@ -240,7 +240,7 @@ class Unsealed(TypedDict):
     host: Host
     ledger: list[Interval]  # every interval of the run, in order
     curve: list[Validation]  # in order
-    probes: dict[str, Probe]
+    probes: dict[str, Probe]  # none where --steps ended an unplanned run before its schedule
     versions: Versions
     xla_flags: str  # XLA_FLAGS of the process; may be empty
     git: Git

@@ -316,6 +316,10 @@ def closing(
             meant = f" ({PROBES[name]})" if name in PROBES else ""
             found = escape(f"{name}{meant} failed: {verdict}")
             lines.append(f"[bold red]validity check {found}; this run does not count[/]")
+    if not run["probes"] and run["val_loss"] is not None:
+        lines.append(
+            "[dim]fewer steps than its schedule: this run does not count, nor is probed[/]"
+        )
     written = [name for name in FILES if (run_dir / name).exists()]
     lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"

@@ -54,7 +54,8 @@ def finish(
     if state and history.status in ("finished", "stopped"):
         try:
             verdicts, holdout = evaluate_and_probe(setup, history, state, console)
-            unread = second_text(setup, history, state, console)
+            if not cut_short(setup, history):
+                unread = second_text(setup, history, state, console)
         except KeyboardInterrupt:
             history.status = "interrupted"
     tensors: export.Tensors | None = None
@@ -99,7 +100,8 @@ def evaluate_and_probe(
 ) -> tuple[dict[str, probes.Verdict], Holdout | None]:
     """Evaluate the last parameters and keep them where they are the best.
 
-    Returns the verdicts on their loss, and the loss on the track's second validation range."""
+    Returns the verdicts on their loss, and the loss on the track's second validation range: none of
+    a run that cannot count (:func:`cut_short`)."""
     clock, program, params = history.clock, setup.program, state["params"]
     with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
         look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
@@ -114,6 +116,8 @@ def evaluate_and_probe(
         if setup.options.keep_best and history.at_validation:
             with clock.section("checkpoint"):
                 keep_best(setup, history, params)
+    if cut_short(setup, history):
+        return {}, None
     with clock.section("probes"), output.waiting(console, "validity probes"):
         verdicts = probes.run_all(setup, state, loss, history.steps, history.stream)
     if not setup.data.holdout or not len(setup.data.holdout.rows):
@@ -137,7 +141,7 @@ def outcome(
     """Return the final validation loss, None where the run did not come to one, and whether it
     reached the target."""
     val_loss = history.curve[-1]["val_loss"] if history.status in ("finished", "stopped") else None
-    valid = all(verdict["passed"] for verdict in verdicts.values())
+    valid = bool(verdicts) and all(verdict["passed"] for verdict in verdicts.values())
     return val_loss, val_loss is not None and val_loss <= setup.recipe.target_loss and valid
 
 
@@ -266,8 +270,18 @@ def exit_code(setup: Setup, history: History, reached: bool) -> int:
     """0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C, 143 SIGTERM."""
     if history.status == "interrupted":
         return history.interrupted_by
-    asked_for_less = history.status == "stopped" and setup.options.steps == history.steps
-    return 0 if reached or asked_for_less else 1
+    return 0 if reached or asked_for_less(setup, history) else 1
+
+
+def asked_for_less(setup: Setup, history: History) -> bool:
+    """Whether the run ended where --steps asked for it, before the end of its schedule."""
+    return history.status == "stopped" and setup.options.steps == history.steps
+
+
+def cut_short(setup: Setup, history: History) -> bool:
+    """Whether the run cannot count, as it ended before its schedule did and no plan says so: its
+    loss is not probed."""
+    return asked_for_less(setup, history) and setup.at_start.plan is None
 
 
 def keep_best(setup: Setup, history: History, params: Any) -> None:
