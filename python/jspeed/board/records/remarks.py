@@ -56,6 +56,12 @@ def other_data(run: Unsealed, track: Track) -> str | None:
     )
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
     python, ranked = run["data"].get("python"), track.rules.get("data.python")
+    tokens, wanted = run["data"]["val_tokens"], track.rules.get("data.val_tokens")
+    if difference and wanted and tokens != wanted:
+        return (
+            f"validation is on {tokens:,} tokens and the track's on {wanted:,}: the run does not"
+            f" count on track {track.name}"
+        )
     if difference and python and ranked:
         begins = f"reached {run['target_loss']:g}" if run["reached"] else "a run"
         return (
