@@ -118,6 +118,16 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
+def hlo_text(module: bytes) -> str | None:
+    """Return the text of an ``HloModuleProto``; None where this JAX's class for it is elsewhere.
+    JAX 0.10."""
+    try:
+        modules = importlib.import_module("jaxlib._hlo").HloModule
+    except (ImportError, AttributeError):
+        return None
+    return modules.from_serialized_hlo_module_proto(module).to_string()
+
+
 def ask_again_for_compile_cache() -> None:
     """Let JAX heed ``jax_enable_compilation_cache`` again, which it asks for once in a process."""
     importlib.import_module("jax.experimental.compilation_cache.compilation_cache").reset_cache()

@@ -7,7 +7,7 @@ this kernel.
 """
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ def fits(tokens: int, width: int) -> bool:
     return tokens % (TOKENS * ROUNDS) == 0 and width % PART == 0
 
 
+@partial(jax.jit, static_argnames="interpret")  # one trace for all layers
 def norm_gradient(
     out_ND: jax.Array,
     normed_ND: jax.Array,

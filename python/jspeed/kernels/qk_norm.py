@@ -79,7 +79,7 @@ def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padd
     if y_BTE.dtype != jnp.bfloat16:
         raise Refused(f"QK-norm kernel: needs bfloat16, found {y_BTE.dtype}; use OWN_KERNELS=off")
     wide = max(parts, (padded or 0) // count)
-    outs = [jax.ShapeDtypeStruct((rows, length, heads * wide, count), y_BTE.dtype)] * 2
+    outs = (jax.ShapeDtypeStruct((rows, length, heads * wide, count), y_BTE.dtype),) * 2
     arrays = (
         cos_TPF,
         sin_TPF,
@@ -99,7 +99,7 @@ def _backward(heads, look_back, padded, interpret, kept, gradients):
     (dy,) = _call(
         _backward_kernel,
         arrays,
-        [jax.ShapeDtypeStruct(y.shape, y.dtype)],
+        (jax.ShapeDtypeStruct(y.shape, y.dtype),),
         heads,
         look_back,
         interpret,
@@ -115,10 +115,12 @@ def _in_parts(x_BT: jax.Array, count: int) -> jax.Array:
     return x_BT.reshape(*x_BT.shape[:2], -1, count)
 
 
+# one trace for all layers whose shapes are equal
+@partial(jax.jit, static_argnames=("kernel", "results", "heads", "look_back", "interpret"))
 def _call(
     kernel: Callable[..., None],
     arrays: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: tuple[jax.ShapeDtypeStruct, ...],
     heads: int,
     look_back: bool,
     interpret: bool,
@@ -144,7 +146,7 @@ def _call(
             *map(of_lane, others),
         ],
         out_specs=[of_lane(x) for x in results],
-        out_shape=list(results),
+        out_shape=results,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name=f"qk_norm{kernel.__name__.removesuffix('_kernel')}",

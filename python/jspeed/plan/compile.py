@@ -15,10 +15,11 @@ from jspeed.base.cores import cores
 from jspeed.base.jax_versions import reserve_workspace
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import hlo
+from jspeed.plan.absent import machine_code
 from jspeed.plan.attention import workspace_bytes
 from jspeed.plan.cost import Kernel, kernels
 from jspeed.plan.schema import Allocation
-from jspeed.plan.target import Cluster, pretend, target_mesh, without_machine_code
+from jspeed.plan.target import Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
@@ -242,7 +243,7 @@ def step_attempts(
             recipe, stage, add_remat(placement) if remat else placement, parts, phase, head_chunk
         )
 
-    build = partial(compiler.compiled, device=placement.device, more=without_machine_code())
+    build = partial(machine_code.compiled, device=placement.device)
     measure = partial(compiler.measured, build)
     return attempts(recipe, stage, placement.mesh, numbers, placement.limit, lowered, measure)
 

@@ -9,6 +9,7 @@ from typing import get_args
 from jspeed.base import compiler
 from jspeed.fields import Stage
 from jspeed.plan import attention, cost, hlo, predict
+from jspeed.plan.absent import machine_code
 from jspeed.plan.compile import (
     Step,
     TargetPlacement,
@@ -29,7 +30,7 @@ from jspeed.plan.schema import (
     StagePlan,
     Traffic,
 )
-from jspeed.plan.target import Cluster, pretend, without_machine_code
+from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.run.compute import program
@@ -177,7 +178,7 @@ def describe_evaluation(recipe: Recipe, placement: TargetPlacement) -> Evaluatio
     """
     rows = recipe.eval_tokens // recipe.eval_len
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
-    build = partial(compiler.compiled, device=placement.device, more=without_machine_code())
+    build = partial(machine_code.compiled, device=placement.device)
     with pretend(placement.cluster.target):
         _, lowered = program.lower_evaluation(recipe, placement, micro_tokens, rows)
         need, compiled = compiler.measured(build, lowered)

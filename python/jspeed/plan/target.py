@@ -1,18 +1,11 @@
 """Absent GPUs and TPUs: published specifications, a mesh to compile for, patches of JAX's device
 queries."""
 
-import atexit
-import importlib.util
 import os
 import re
-import shlex
-import shutil
-import tempfile
-import threading
 import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +26,6 @@ TPU_MEMORY_FRACTION = 0.93  # a guess: the runtime keeps about a sixteenth
 TARGETS = Path(__file__).with_name("targets")
 MEASURED = Path(__file__).with_name("measured") / "fractions"  # scripts/gpu_day.sh plan writes it
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-CUDA = ("cuda_nvcc", "cu13")  # folders of NVIDIA's wheels, for CUDA 12 and 13, with the assembler
-ASSEMBLER = """#!/bin/sh
-[ "$1" = --version ] && exec {ptxas} --version
-while [ $# -gt 0 ]; do
-    [ "$1" = -o ] && : > "$2"
-    shift
-done
-"""
 
 
 class DataSheet(NamedTuple):
@@ -243,54 +228,6 @@ def pretend(target: Target) -> AbstractContextManager[None]:
     """Make JAX's queries about the live GPU answer for ``target`` while code is traced and
     lowered."""
     return pretend_gpu(target.capability, target.cudnn)
-
-
-def without_machine_code() -> dict[str, Any]:
-    """Return XLA's options to compile without machine code, which nothing of a plan reads, in less
-    than half the time.
-
-    Kernels, memory and schedule are decided before XLA starts NVIDIA's assembler, ptxas; a script
-    that writes nothing takes its place, LLVM does not optimise, and a kernel that an earlier
-    program of this thread has is taken from a file. Options that XLA_FLAGS sets are left out; all
-    are where NVIDIA's wheel is not found.
-    """
-    if (folder := _pretended_cuda()) is None:
-        return {}
-    wanted = {
-        "xla_gpu_cuda_data_dir": str(folder),
-        "xla_backend_optimization_level": 0,
-        "xla_gpu_kernel_cache_file": str(folder / f"kernels-{threading.get_ident()}"),
-    }
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in wanted.items() if not re.search(rf"--{name}\b", flags)}
-
-
-@cache
-def _pretended_cuda() -> Path | None:
-    """A folder like CUDA's, with LLVM's library for devices and the pretended assembler; removed at
-    exit."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [
-        Path(path, name)
-        for path in (spec and spec.submodule_search_locations) or ()
-        for name in CUDA
-    ]
-    found = [
-        root
-        for root in roots
-        if (root / "bin/ptxas").is_file() and (root / "nvvm/libdevice").is_dir()
-    ]
-    if not found:
-        return None
-    folder = Path(tempfile.mkdtemp(prefix="jspeed-plan-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in ("bin", "nvvm"):
-        (folder / name).mkdir()
-    (folder / "nvvm/libdevice").symlink_to(found[0] / "nvvm/libdevice")
-    script = folder / "bin/ptxas"
-    script.write_text(ASSEMBLER.format(ptxas=shlex.quote(str(found[0] / "bin/ptxas"))))
-    script.chmod(0o755)
-    return folder
 
 
 def device_numbers(text: str) -> dict[str, float]:
