@@ -31,6 +31,18 @@ def test_blend_of_scalars_and_tokens():
     assert blend((c, x.astype(jnp.bfloat16)), (c, y)).dtype == jnp.bfloat16
 
 
+def test_gradients_of_a_scalar_that_weighs_all_tokens():
+    """Summed over channels first, then over tokens: to rounding the sum over all."""
+    x, y, g = np.random.default_rng(0).normal(size=(3, 2, 3, 4))
+    found = jax.grad(lambda c: jnp.sum(blend((c, jnp.asarray(x)), (1, jnp.asarray(y))) * g))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        gradient = found(jnp.asarray(0.5, dtype))
+        assert gradient.dtype == dtype and gradient.shape == ()
+        np.testing.assert_allclose(
+            gradient, np.sum(g * x), rtol=1e-5 if dtype != jnp.bfloat16 else 0.01
+        )
+
+
 def test_named_coefficients():
     c = jax.random.normal(jax.random.key(0), (2, 3, 6))
     found = named(c, {"a": 2, ("b", 1): 1, "c": 2})  # what is left over belongs to nobody

@@ -103,11 +103,26 @@ def weighed(term: Term) -> jax.Array:
     channels; the array is ``[B, T, D]``.
     """
     c, x_BTD = jnp.asarray(term[0], jnp.float32), term[1]
+    if isinstance(term[0], jax.Array) and c.ndim == 0:
+        c = _of_tokens(c, x_BTD.shape[:-1])
     if c.ndim == x_BTD.ndim:
         c = jnp.repeat(c, x_BTD.shape[-1] // c.shape[-1], axis=-1)
     else:
         c = c[..., *[None] * (c.ndim > 0)]
     return c * x_BTD.astype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _of_tokens(c: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scalar of all tokens as one of each. Its gradient is that of each token, which a pass has
+    that sums over channels anyway, and then their sum; one sum over all is a pass of its own."""
+    return jnp.broadcast_to(c, shape)
+
+
+_of_tokens.defvjp(
+    lambda c, shape: (_of_tokens(c, shape), None),
+    lambda shape, _, g_BT: (jnp.sum(jax.lax.optimization_barrier(g_BT)),),
+)
 
 
 def blend(*terms: Term) -> jax.Array:

@@ -18,7 +18,7 @@ from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Context, ParamSpec
 from jspeed.run import evaluate
-from jspeed.run.compute import program, step
+from jspeed.run.compute import accumulators, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
@@ -165,6 +165,13 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
         assert loss == pytest.approx(float(mean), abs=1e-5)
         # Step 5 is the last in which the tables are one; an even step updates neither.
         assert np.array_equal(params["embed"], params["head"]) == (number < 7)
+
+
+def test_a_parameter_that_is_its_own_gathered_copy_is_not_carried():
+    recipe = toy("r92")
+    carry = accumulators.zeros(recipe, "zero1", mesh_of(8))
+    assert {"head", "smear_gate"} <= carry["whole"].keys()  # cut; in another dtype
+    assert {"smear_scale", "skip_scale"} <= carry["sums"].keys() - carry["whole"].keys()
 
 
 @pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (4, 1)])

@@ -2,10 +2,11 @@
 between steps.
 
 Such parameters are all-gathered once, and their gradients reduce-scattered once, between two
-updates. Until then each device carries the gathered copies and its accumulated gradients, both in
-the compute dtype; those of tables that are ``summed`` are fp32, and a step adds its rows to them in
-place. Of lazily updated tables it carries the rows that the steps have named and their gradients,
-one list for each step (``Pending`` of :mod:`jspeed.parallel.lazy_table`).
+updates. Until then each device carries the gathered copies, where they are not the parameter
+itself, and its accumulated gradients, both in the compute dtype. Gradients of tables that are
+``summed`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it carries
+the rows that the steps have named and their gradients, one list for each step (``Pending`` of
+:mod:`jspeed.parallel.lazy_table`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.model.layers import Summed
-from jspeed.parallel.layout import owned, partitions
+from jspeed.parallel.layout import owned, partitions, sharded_dim
 from jspeed.parallel.lazy_table import Pending, pending, sink_size
 from jspeed.recipe import Context, ParamSpec, Recipe, Stage, leaves, map_specs
 
@@ -93,7 +94,9 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     copies = by_path(recipe, whole) | kept
     for path, spec in leaves(recipe.parameters):
         if spec.summed:
-            sums = carried["sums"][path][0] if path in kept else jnp.zeros(spec.shape, jnp.float32)
+            sums = jnp.zeros(spec.shape, jnp.float32)
+            if carried and _age(recipe, ctx, path) > 0:
+                sums = carried["sums"][path][0]
             copies[path] = Summed(copies[path], sums)
     return from_paths(recipe, copies)
 
@@ -134,7 +137,7 @@ def accumulate(
         else:
             summed[path] = old[0] + summed[path] if age else summed[path]
             sums[path] = old if due else summed[path][None]
-        if not due:
+        if not due and path in whole_carried:
             whole_carried[path] = copy
     return from_paths(recipe, summed), {"whole": whole_carried, "sums": sums}
 
@@ -203,12 +206,17 @@ def _carry(
     whole: Callable[..., Any],
     sums: Callable[..., Any],
 ) -> Carry:
-    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its
-    path."""
+    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its path;
+    of one that all devices have in its compute dtype, no ``whole``: steps read the parameter."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
     slow = [(path, spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1]
-    copies = {path: whole(spec, cut) for path, spec, cut in slow if not spec.lookups}
+    copies = {
+        path: whole(spec, cut)
+        for path, spec, cut in slow
+        if not spec.lookups
+        and (sharded_dim(cut) is not None or (spec.compute or spec.dtype) != spec.dtype)
+    }
     return (
         {"whole": copies, "sums": {path: sums(spec, cut) for path, spec, cut in slow}}
         if slow
