@@ -4,7 +4,7 @@ for Hopper.
 cuBLASLt contracts FP8 matrices over the last axis of both only, so the weight gradient needs the
 transposed copy. XLA writes both in one pass too, but computes the amax in another. This kernel
 loads a block, rounds it, and stores the block, its transpose and its amax. It has a reference in
-plain JAX with the same results. No GPU has run it: JAX's interpreter has, and a compiler for sm_90.
+plain JAX with the same results. An H200 has run it.
 """
 
 from collections.abc import Mapping

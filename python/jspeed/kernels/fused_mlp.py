@@ -1,9 +1,8 @@
 """MLP matmuls fused with squared ReLU and its gradient; results in FP8, row-major and transposed.
 
 Built on fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of
-sums. :func:`mlp` is the whole, with its gradient. No GPU has timed them: they
-compile, and JAX's interpreter of such kernels runs them on a CPU
-(lab/2026-11-27-custom-kernels.md).
+sums. :func:`mlp` is the whole, with its gradient. An H200 has timed them
+(lab/2026-11-27-first-gpu.md); JAX's interpreter of such kernels runs them on a CPU.
 """
 
 from collections.abc import Mapping

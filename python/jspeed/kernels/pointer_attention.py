@@ -5,7 +5,7 @@ ones where a key's token is the query's target and else zeros: nothing is multip
 Running sums start with the key of no token. The forward pass keeps the log-sum-exp of every query
 and both shares; the backward pass recomputes scores in two kernels, over blocks of queries (dq) and
 of keys (dk). Scores never go to memory, and nothing is added atomically: the same input gives the
-same bits. No GPU has run these kernels: JAX's interpreter has, and a compiler for sm_90.
+same bits. An H200 has run these kernels.
 """
 
 from collections.abc import Mapping
