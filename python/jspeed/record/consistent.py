@@ -138,7 +138,8 @@ def _verdict(run: Run) -> None:
     if (step, last) != (run["steps"], loss):
         wanted = f"the last loss of the curve, {last} after step {step}"
         raise _wrong("val_loss", wanted, f"{loss} after step {run['steps']}")
-    unprobed = not run["plan"] and run["steps"] == run["asked_steps"] < run["planned_steps"]
+    asked = run["asked_steps"] or run["planned_steps"]
+    unprobed = not run["plan"] and run["steps"] == asked < run["planned_steps"]
     for name in () if unprobed and not run["probes"] else PROBES:
         # the field and the probe came together
         older = name == "replicas_agree" and "kernels" not in run

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from jspeed.errors import type_and_line
 from jspeed.record.schema import Code, Devices, Git, Gpus, PlaceInPlan, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+Sums = Callable[[list[jax.Array]], list[jax.Array]]
 ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xxHash's primes)
 
 
@@ -315,20 +317,22 @@ def cpu_model(cpuinfo: str) -> str | None:
     return " + ".join(dict.fromkeys(kinds)) or None
 
 
-def checksum(state: Any) -> str:
+def checksum(state: Any, sums: Sums | None = None) -> str:
     """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its
     sharding.
 
     Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so
-    that no change of a single element goes unseen. The devices compute them; with several processes
-    each must call this.
+    that no change of a single element goes unseen. The devices compute them, by ``sums``, which was
+    compiled for such a state (:func:`sums_of`), if given; with several processes each must call
+    this.
     """
-    halves = jax.device_get(_sums(jax.tree.leaves(state)))
+    halves = jax.device_get((sums or sums_of)(jax.tree.leaves(state)))
     return "".join(f"{int(half):08x}" for half in halves)
 
 
 @jax.jit
-def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+def sums_of(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return the two sums of :func:`checksum`: uint32 scalars."""
     return [
         sum((_sum(array, odd * (2 * n + 1)) for n, array in enumerate(arrays)), jnp.uint32(0))
         for odd in ODD

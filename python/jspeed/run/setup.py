@@ -344,7 +344,7 @@ def compile_and_warm_up(
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
                 program = replace(program, accuracy=counted)
         with clock.section("warm-up"), output.waiting(console, "warming up"):
-            initial = checksum(program.init(options.seed))
+            initial = checksum(program.init(options.seed), program.sums)
             validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
             # Evaluations are off the clock: without a limit of memory their first is soon enough.
             tried = validation.evaluated if checked.device.memory else ()
@@ -395,7 +395,7 @@ def first_state(
 
     The state is drawn from the seed, with ``first_params`` if there are any, or a checkpoint's."""
     state = program.init(options.seed)
-    after_warm_up = checksum(state)
+    after_warm_up = checksum(state, program.sums)
     if directory.checkpoint:
         shapes, _ = state_shardings(recipe, placement.layout, placement.mesh)
         state = restore(directory.path / "checkpoints", directory.checkpoint["steps"], shapes)

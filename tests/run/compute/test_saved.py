@@ -66,7 +66,7 @@ def losses(program, recipe, mesh, count=3):
 def test_what_is_loaded_is_what_was_compiled(folder, no_compiler):
     mesh, recipe = mesh_of(2), find("stdlib", TINY).recipe
     first = tried()
-    assert not first.loaded and len(list(folder.iterdir())) == 4  # three executables and a list
+    assert not first.loaded and len(list(folder.iterdir())) == 5  # four executables and a list
     no_compiler()
     again = tried()
     assert again.loaded and again.parts == first.parts and again.eval_rows == first.eval_rows
@@ -180,7 +180,7 @@ def test_a_recipe_that_reads_elsewhere_is_traced_again(tmp_path, folder):
     path.write_text(find("stdlib").source + "\nimport time\n")
     assert not tried(recipe=path).loaded
     before = {each.name: each.stat().st_ino for each in folder.iterdir()}
-    assert len(before) == 3  # executables, by their text
+    assert len(before) == 4  # executables, by their text
     assert not tried(recipe=path).loaded
     assert {each.name: each.stat().st_ino for each in folder.iterdir()} == before
 
@@ -217,7 +217,7 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
     assert not folder.exists()
     run("first")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert len(before) == 4
+    assert len(before) == 5
     no_compiler()
     planned = dataclasses.replace(NO_HOOKS, planned=lambda _: True)
     run("planned", planned)

@@ -21,19 +21,22 @@ from jspeed.model.custom_kernels import own_kernel
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
+from jspeed.record.provenance import Sums, sums_of
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.division import Attempt, attempts, divisions, lanes_of_device, without_room
 from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.score import Measure, losses
-from jspeed.run.compute.side_by_side import Job, compile_all
+from jspeed.run.compute.side_by_side import Job, beside, compile_all
 from jspeed.run.compute.step import (
     State,
     at_end,
+    draw,
     eval_step,
     init_state,
     lazy_specs,
     train_step,
+    unchanged,
     without_jit,
 )
 
@@ -57,7 +60,8 @@ class Program:
     are recomputed for their gradients with ``remat``.
     ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
     into the first state, the steps and the evaluation; none without jit. ``others``: the
-    executables of the first state and of the evaluation.
+    executables of the first state and of the evaluation. ``sums`` takes checksums of states.
+    ``loaded``: all were saved by an earlier run (:mod:`jspeed.run.compute.saved`).
     """
 
     init: Callable[[int], State]
@@ -72,6 +76,7 @@ class Program:
     accuracy: Callable[..., jax.Array] | None = None
     inside: Mapping[str, Inside] = field(default_factory=dict)
     others: tuple[jax.stages.Compiled, ...] = ()
+    sums: Sums = sums_of
     loaded: bool = False
 
     @property
@@ -128,7 +133,13 @@ def compile_program(
         number
     )
     inside["initial state"].look(traced.jaxpr)
-    drawn = build(traced.lower(), jax.stages.Lowered.compile)
+
+    def plain(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return build(lowered, jax.stages.Lowered.compile)
+
+    first = beside(partial(plain, traced.lower()), placement.device)
+    lowered = sums_of.lower(jax.tree.leaves(shapes))
+    summing = beside(partial(plain, lowered), placement.device)
     alike, period = partial(accumulators.first_alike, recipe), recipe.period
     jobs = [
         (recipe.stages.index(stage), alike(stage, phase))
@@ -153,22 +164,13 @@ def compile_program(
     end: Callable[[State], State] = unchanged
     if recipe.averages:
         means = jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings)
-        end = build(means.lower(shapes), jax.stages.Lowered.compile)
+        end = plain(means.lower(shapes))
     how = (last.head_chunk, last.remat, parts)
+    drawn, sums = first(), summing()
     return Program(
-        draw_state(drawn, mesh), steps, evaluation, end, micro_tokens, padded, *how,
-        inside=inside, others=(drawn, evaluation),
+        partial(draw, drawn, mesh), steps, evaluation, end, micro_tokens, padded, *how,
+        inside=inside, others=(drawn, evaluation), sums=sums,
     )  # fmt: skip
-
-
-def draw_state(drawn: jax.stages.Compiled, mesh: Mesh) -> Callable[[int], State]:
-    """Return ``Program.init`` that runs ``drawn`` on the devices of ``mesh``."""
-    return lambda seed: drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
-
-
-def unchanged(state: State) -> State:
-    """``Program.at_end`` of a recipe without averages."""
-    return state
 
 
 def compile_evaluation(

@@ -40,8 +40,8 @@ from jspeed.base.jax_versions import from_machine_code, machine_code
 from jspeed.errors import BadInput, say, type_and_line
 from jspeed.record import provenance
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.program import Program, compile_program, draw_state, unchanged
-from jspeed.run.compute.step import without_jit
+from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.compute.step import draw, unchanged, without_jit
 from jspeed.run.evidence.source import beyond
 from jspeed.run.find_recipe import LoadedRecipe
 
@@ -136,12 +136,14 @@ def make_list(path: Path, program: Program, names: Mapping[int, str]) -> None:
     """Write the list of the files of ``program``, where it has all and none asks the host for
     anything."""
     end = program.at_end
-    used = [*program.others, *program.compiled, *([] if end is unchanged else [end])]
+    used = [*program.others, program.sums, *program.compiled]
+    used += [] if end is unchanged else [end]
     silent = not any(inside.calls for inside in program.inside.values())
     if silent and all(names.get(id(each)) for each in used):
         kept = {
             "others": [names[id(each)] for each in program.others],
             "steps": [[names[id(step)] for step in phases] for phases in program.steps],
+            "sums": names[id(program.sums)],
             "at_end": names.get(id(end)),
             "facts": {name: getattr(program, name) for name in FACTS},
             "modules": {path: facts(path) for path in modules()},
@@ -157,14 +159,14 @@ def follow(path: Path, placement: Placement) -> Program | None:
         say(f"note: the programs of this run are made again: {changed} is another than theirs")
         return None
     find = cache(lambda name: load(path.with_name(name), placement))
-    drawn, evaluation = map(find, kept["others"])
+    drawn, evaluation, sums = map(find, [*kept["others"], kept["sums"]])
     steps = tuple(tuple(map(find, phases)) for phases in kept["steps"])
     at_end = find(kept["at_end"]) if kept["at_end"] else unchanged
-    if not all((drawn, evaluation, at_end, *(step for phases in steps for step in phases))):
+    if not all((drawn, evaluation, sums, at_end, *(step for phases in steps for step in phases))):
         return None
     return Program(
-        draw_state(drawn, placement.mesh), steps, evaluation, at_end, **kept["facts"],
-        others=(drawn, evaluation), loaded=True,
+        partial(draw, drawn, placement.mesh), steps, evaluation, at_end, **kept["facts"],
+        others=(drawn, evaluation), sums=sums, loaded=True,
     )  # fmt: skip
 
 

@@ -15,6 +15,20 @@ GPU_COMPILES = 2  # at a time
 Job = tuple[int, int]  # the number of a stage, and the phase of its steps
 
 
+def beside(
+    call: Callable[[], jax.stages.Compiled], device: Device
+) -> Callable[[], jax.stages.Compiled]:
+    """Begin to compile in a thread; return what waits for it. On GPUs compile at once, for the
+    reasons of :func:`compile_all`."""
+    if device.platform in GPUS:
+        made = call()
+        return lambda: made
+    pool = ThreadPoolExecutor(1)
+    begun = pool.submit(call)
+    pool.shutdown(wait=False)
+    return begun.result
+
+
 def compile_all(
     compile_one: Callable[[Job, threading.Event], Attempt], jobs: Sequence[Job], device: Device
 ) -> list[Attempt]:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
@@ -29,7 +30,7 @@ from jspeed.parallel.layout import (
     reduce_gradient,
     rows_only,
 )
-from jspeed.parallel.mesh import ROW_AXES, put, rows_spec
+from jspeed.parallel.mesh import ROW_AXES, put, replicated, rows_spec
 from jspeed.recipe import (
     Context,
     ParamSpec,
@@ -162,6 +163,16 @@ def at_end(recipe: Recipe, state: State) -> State:
     """Return the state after the last step with averages of weights in their place."""
     params = averages.at_end(recipe.averages, state["means"], state["params"], recipe.keep_norm)
     return state | {"params": params}
+
+
+def unchanged(state: State) -> State:
+    """As :func:`at_end` without averages."""
+    return state
+
+
+def draw(drawn: Callable[[jax.Array], State], mesh: Mesh, seed: int) -> State:
+    """Return the first state that ``drawn`` makes of a ``seed`` on the devices of ``mesh``."""
+    return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
 
 
 def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:

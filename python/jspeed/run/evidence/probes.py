@@ -57,7 +57,7 @@ def run_all(
     """
     params, start = state["params"], setup.at_start
     row = setup.data.rows[0]
-    before = checksum(state)
+    before = checksum(state, setup.program.sums)
     found = token_losses(setup.program.evaluate, params, setup.validation)
     again = weighted_mean(found, setup.validation)
     rows = setup.data.rows
@@ -68,7 +68,7 @@ def run_all(
     verdicts |= guarded(
         ("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)}
     )
-    after = checksum(state)
+    after = checksum(state, setup.program.sums)
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
