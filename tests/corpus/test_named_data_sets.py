@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
-from jspeed.corpus.command import names
+from jspeed.corpus.command import names, shakespeare_char
 from jspeed.corpus.tokenise import Tokenising, prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
@@ -220,6 +220,16 @@ def test_advice_names_the_recipe_and_the_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     names(tmp_path / "names.txt", out=tmp_path / "o")
     assert capsys.readouterr().out.endswith(f"jspeed run microgpt-names --data {tmp_path}/o\n")
+
+
+def test_a_named_text_has_one_line_of_advice(tmp_path, monkeypatch, capsys):
+    """Once also that of any text, with another recipe."""
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "play.txt").write_text("To be or not to be.\n" * 99)
+    shakespeare_char(tmp_path / "play.txt")
+    said = capsys.readouterr().out
+    assert said.count("jspeed run") == 1
+    assert said.endswith("train on it: jspeed run shakespeare-char\n")
 
 
 def test_what_is_printed_trains_what_was_prepared(tmp_path, capsys):

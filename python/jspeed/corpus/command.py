@@ -112,9 +112,6 @@ def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
     if seconds:
         tokens = sum(total["tokens"] for total in splits.values())
         print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
-    if source.get("kind") == "text":
-        recipe = "fineweb-cpu" if manifest["tokenizer"] == GPT2["tokenizer"] else "stdlib"
-        print(f"train on it: jspeed run {recipe} --data {shlex.quote(str(folder))}")
 
 
 def _say_passed_over(inputs: Sequence[Path]) -> None:
@@ -160,6 +157,11 @@ def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
     _say_passed_over((*inputs, *options.val_input))
     _say_carriage_returns((*inputs, *options.val_input))
     _prepare(out, partial(tokenise.prepare_text, inputs, options=options))
+    made = complete_manifest(out)
+    gpt2 = made is not None and made["tokenizer"] == GPT2["tokenizer"]
+    recipe = "fineweb-cpu" if gpt2 else "stdlib"
+    print(f"train on it: jspeed run {recipe} --data {shlex.quote(str(out))}")
+    print("its target loss is of another text: set yours with --target-loss")
 
 
 def tokens(
