@@ -3,7 +3,7 @@ optimizer."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax
@@ -43,7 +43,8 @@ class ParamSpec:
     A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its
     rows, in one call of ``Context.fetch``, and only those that have been named are read or written
     by its own optimizer (``Recipe.row_optimizers``). It may then be larger than what a gradient of
-    its size would leave room for.
+    its size would leave room for. With ``on_host`` it is in no state and no program: the host gives
+    a step the rows that its tokens name (``Recipe.named_rows``), and updates them.
 
     Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone
     reads, once, may be ``summed``: in fp32, each step adding the rows that its tokens name. Other
@@ -62,6 +63,12 @@ class ParamSpec:
     lookups: CountOrZero = 0
     unread: CountOrZero = 0
     summed: bool = False
+    on_host: bool = False
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the devices hold it and update it lazily."""
+        return self.lookups > 0 and not self.on_host
 
     def updated_after(self, stage: Stage) -> int:
         """Return the steps between two updates in ``stage``."""
@@ -240,7 +247,9 @@ class Recipe:
     ``heads``, the number of attention heads, is needed for an export as GPT-2. ``sample``: what to
     sample after a run. Where parameters have ``every`` above 1, ``optimizer().update`` is given
     ``due``: it updates those whose ``every`` divides it. ``row_optimizers()`` gives the optimizer
-    of each lazily updated table (:class:`jspeed.optim.rows`), which ``optimizer()`` does not see.
+    of each lazily updated table (:class:`jspeed.optim.rows`), which ``optimizer()`` does not see;
+    ``named_rows`` the function that gives the rows, int32 ``[B, lookups x T]``, which tokens ``[B,
+    T]`` name, as ``ctx.fetch`` is called with: such a table may lie in the host's memory.
     ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place after the
     last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
     evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be
@@ -272,6 +281,7 @@ class Recipe:
     weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     sample: Sample = Sample()
     row_optimizers: Callable[[], Mapping[str, Any]] = dict
+    named_rows: Mapping[str, Callable[[jax.Array], jax.Array]] = field(default_factory=dict)
     averages: tuple[Any, ...] = ()
     keep_norm: tuple[str, ...] = ()
     canonical: bool = False
@@ -282,8 +292,13 @@ class Recipe:
 
     @property
     def lazy(self) -> tuple[str, ...]:
-        """Paths of the tables that are updated lazily."""
-        return tuple(path for path, spec in leaves(self.parameters) if spec.lookups)
+        """Paths of the tables that are updated lazily, on the devices."""
+        return tuple(path for path, spec in leaves(self.parameters) if spec.lazy)
+
+    @property
+    def on_host(self) -> dict[str, ParamSpec]:
+        """The tables that lie in the host's memory, by their paths."""
+        return {path: spec for path, spec in leaves(self.parameters) if spec.on_host}
 
     @property
     def vocab_size(self) -> int:

@@ -110,7 +110,7 @@ COMMAND = Command(
     {
         "training": "data seed show_recipe target_loss set_ init_from",
         "placement": (
-            "layout mesh show_layout show_tiles micro_batch attention coordinator processes"
+            "layout mesh show_layout show_tiles micro_batch attention table coordinator processes"
             " process_id"
         ),
         "length": (

@@ -51,6 +51,7 @@ HOOKS = (
     "jspeed.corpus.hooks",
     "jspeed.board.hooks",
     "jspeed.inference.hooks",
+    "jspeed.host_table.hooks",
 )
 SHARDS = "jspeed.corpus.shards.show"  # ``python -m jspeed.data``
 SERIES = "jspeed.board.series.preregistered"  # ``jspeed run --plan``

@@ -22,7 +22,8 @@ A checkpoint holds the rows in use. The table that is loaded goes on with the sa
 >>> bool((copy.gather(rows) == buffer).all())
 True
 
-The rule of an update is :func:`jspeed.optim.rows.row_adam`. Nothing imports this folder.
+The rule of an update is :func:`jspeed.optim.rows.row_adam`. Runs with ``--table host`` use it
+(:mod:`jspeed.host_table.in_run`).
 """
 
 from jspeed._dataloader import RowTable

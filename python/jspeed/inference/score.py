@@ -24,10 +24,10 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.gradients import weigh
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.score import losses as losses_of_logits
-from jspeed.run.compute.step import weigh
 from jspeed.run.setup import open_stream
 
 COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"

@@ -50,6 +50,14 @@ def trigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     return jnp.where(position_ids(tokens_BT.shape[1]) < 2, last, hashed_BT)
 
 
+def bigram_and_trigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
+    """Return the rows of one table whose first half is for bigrams and the second for trigrams:
+    int32 ``[B, 2 T]``, first those of all bigrams."""
+    half = rows // 2
+    trigrams_BT = half + trigram_rows(tokens_BT, rows - half)
+    return jnp.concatenate([bigram_rows(tokens_BT, half), trigrams_BT], axis=1)
+
+
 def _hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
     """Return the xor of factor x token over each token and those before it, in int32, 0 for missing
     ones."""

@@ -28,6 +28,8 @@ class RowTransformation(NamedTuple):
 
     ``found`` are lists of rows, some several times, and their gradients; rows from V on mean
     nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says.
+    ``rates(n)`` are those of the first n updates, fp32 ``[n]``, by the names that
+    :meth:`jspeed.host_table.RowTable.update` has for them.
     """
 
     init: Callable[[jax.Array], RowState]
@@ -35,6 +37,7 @@ class RowTransformation(NamedTuple):
         [Sequence[Pending], jax.Array, RowState, Kernel | None], tuple[jax.Array, RowState]
     ]
     own_kernels: str = "off"
+    rates: Callable[[int], dict[str, jax.Array]] = lambda updates: {}
 
 
 def row_adam(
@@ -73,7 +76,22 @@ def row_adam(
         table_VD, square_V = change(found, table_VD, beta * state.square_V, factors)
         return table_VD, RowState(state.step + 1, square_V)
 
-    return RowTransformation(init, update, own_kernels)
+    def rates(updates: int) -> dict[str, jax.Array]:
+        schedules = {
+            "learning_rate": learning_rate,
+            "beta2": beta2,
+            "eps": lambda step: eps,
+            "weight_decay": weight_decay,
+        }
+
+        def each(schedule: optax.Schedule) -> jax.Array:
+            return jax.vmap(lambda step: jnp.asarray(schedule(step), jnp.float32))(
+                jnp.arange(updates)
+            )
+
+        return {name: each(schedule) for name, schedule in schedules.items()}
+
+    return RowTransformation(init, update, own_kernels, rates)
 
 
 def _changed(

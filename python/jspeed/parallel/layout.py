@@ -244,7 +244,9 @@ def shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], s
 
 def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
     """Return the tree of :func:`partition` over a parameter table."""
-    return map_specs(lambda spec: partition(spec, layout, mesh), parameters)
+    return map_specs(
+        lambda spec: PartitionSpec() if spec.on_host else partition(spec, layout, mesh), parameters
+    )
 
 
 def sharded_dim(spec: PartitionSpec, axis: str = "data") -> int | None:

@@ -60,7 +60,7 @@ from jspeed.model.mudd import (
     padded,
     slots,
 )
-from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
+from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
 from jspeed.model.sampled import candidates, over_candidates
@@ -443,14 +443,8 @@ def hidden(
     start_BTD = rms_norm(
         smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
     )
-    half = NGRAMS // 2
-    likes_BT = jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
-    rows_BT = jnp.concatenate(
-        [bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1
-    )
-    found = jnp.split(
-        ctx.fetch(params["ngrams"], rows_BT, kernel=own_kernel("sums of rows")), 2, axis=1
-    )
+    likes_BT, sums = likes(tokens_BT), own_kernel("sums of rows")
+    found = jnp.split(ctx.fetch(params["ngrams"], ngram_rows(tokens_BT), kernel=sums), 2, axis=1)
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
@@ -522,6 +516,16 @@ def pointing(
         "tokens_BT": tokens_BT,
     }
     return found | {"documents": find_documents(tokens_BT, BOS), "window": window}
+
+
+def ngram_rows(tokens_BT: jax.Array) -> jax.Array:
+    """Return the rows of the table that tokens name, ``[B, 2 T]``."""
+    return bigram_and_trigram_rows(likes(tokens_BT), NGRAMS)
+
+
+def likes(tokens_BT: jax.Array) -> jax.Array:
+    """Return what n-grams are of: tokens, or with LIKE their classes."""
+    return jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
 
 
 def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -696,6 +700,7 @@ RECIPE = Recipe(
     attention_widths=tuple(WIDTH // 4 * quarters for quarters in WIDTHS),
     eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
     row_optimizers=row_optimizers,
+    named_rows={"ngrams": ngram_rows},
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
     beside=Retrieval(RETRIEVAL, recent=32) if RETRIEVAL else None,

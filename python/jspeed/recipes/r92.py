@@ -58,7 +58,7 @@ from jspeed.model.mudd import (
     padded,
     slots,
 )
-from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
+from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.model.sampled import candidates, over_candidates
@@ -409,10 +409,7 @@ def hidden(
     start_BTD = rms_norm(
         smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
     )
-    half = NGRAMS // 2
-    rows_BT = jnp.concatenate(
-        [bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, half)], axis=1
-    )
+    rows_BT = ngram_rows(tokens_BT)
     found_BTD = ctx.fetch(params["ngrams"], rows_BT, kernel=summed).astype(e_BTD.dtype)
     signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (
@@ -469,6 +466,11 @@ def hidden(
     ]
     added += [a_BTD, rms_norm(shared_BTD)]
     return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True)))
+
+
+def ngram_rows(tokens_BT: jax.Array) -> jax.Array:
+    """Return the rows of the table that tokens name, ``[B, 2 T]``."""
+    return bigram_and_trigram_rows(tokens_BT, NGRAMS)
 
 
 def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -631,6 +633,7 @@ RECIPE = Recipe(
     attention_widths=tuple(WIDTH // 4 * quarters for quarters in WIDTHS),
     eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
     row_optimizers=row_optimizers,
+    named_rows={"ngrams": ngram_rows},
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
     canonical=CANONICAL,

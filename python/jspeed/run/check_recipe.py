@@ -58,11 +58,14 @@ def problems(recipe: Recipe) -> Iterator[str]:
                 f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape"
                 f" {spec.shape}"
             )
-    if set(recipe.lazy) != set(recipe.row_optimizers()):
+    tables = [path for path, spec in rows.items() if spec.lookups]
+    if set(tables) != set(recipe.row_optimizers()):
         yield (
             f"row_optimizers gives {sorted(recipe.row_optimizers())}, and tables with lookups are"
-            f" {list(recipe.lazy)}"
+            f" {tables}"
         )
+    if extra := recipe.named_rows.keys() - set(tables):
+        yield f"named_rows gives {sorted(extra)}, and tables with lookups are {tables}"
     if recipe.data.bos_id >= recipe.data.vocab_size:
         yield (
             f"data.bos_id is {recipe.data.bos_id}, but ids are below"

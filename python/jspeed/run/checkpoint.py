@@ -1,9 +1,9 @@
 """Save, verify and restore checkpoints with Orbax; writing runs in the background.
 
-A run directory's ``checkpoints/STEP/`` holds the arrays with their shardings; ``record``, a JSON
-object with all that is not on the devices; and ``sha256.json``, the hash of every file, because
-Orbax does not detect corrupted bytes. Orbax makes the folder under another name and renames it when
-it is whole, hashes included.
+A run directory's ``checkpoints/STEP/`` holds the arrays with their shardings; tables in the host's
+memory; ``record``, a JSON object with all else that is not on the devices; and ``sha256.json``, the
+hash of every file, because Orbax does not detect corrupted bytes. Orbax makes the folder under
+another name and renames it when it is whole, hashes included.
 """
 
 import copy
@@ -33,6 +33,7 @@ from jspeed.errors import BadInput, first_line
 from jspeed.fields import as_json
 from jspeed.record.schema import Interval
 from jspeed.run.compute import accumulators
+from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.compute.step import State
 
 HASHES = "sha256.json"
@@ -81,6 +82,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, step: int = 0) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
+        self._tables: HostTables | None = None
         self.step = step
 
     def __enter__(self) -> "Checkpoints":
@@ -101,9 +103,11 @@ class Checkpoints:
             with_timeout(20, self._manager.wait_until_finished)
         remove_unfinished(self._folder)
 
-    def save(self, step: int, state: State, record: Checkpoint) -> None:
+    def save(
+        self, step: int, state: State, record: Checkpoint, tables: HostTables | None = None
+    ) -> None:
         """Copy ``state`` to the host and write it in the background, with ``record``; waits for the
-        save before.
+        save before, and with ``tables``, which are not copied, for this one.
 
         Raises :class:`BadInput` if that one, or this one's beginning, could not be written.
         """
@@ -124,8 +128,10 @@ class Checkpoints:
         )
         with jax.transfer_guard("allow"), self._guarded():
             self._manager.wait_until_finished()
-            self.step = step
+            self.step, self._tables = step, tables
             self._manager.save(step, args=args, force=True)
+            if tables:
+                self._manager.wait_until_finished()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole. Raises :class:`BadInput` as :meth:`save`."""
@@ -155,9 +161,11 @@ class Checkpoints:
             ) from error
 
     def _write_hashes(self) -> None:
-        """Write the hashes; Orbax calls this on process 0 when all is written and before it renames
-        the folder."""
+        """Write tables and hashes; Orbax calls this on process 0 when all else is written and
+        before it renames the folder."""
         for folder in self._folder.glob(f"{self.step}{UNFINISHED}*"):
+            if self._tables:
+                self._tables.save(folder)
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
             write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
 
@@ -294,8 +302,9 @@ def set_aside(folder: Path, step: int) -> Path:
     return place
 
 
-def restore(folder: Path, step: int, shapes: State) -> State:
-    """Read the arrays of the checkpoint of ``step``, with the shapes and shardings of ``shapes``.
+def restore(folder: Path, step: int, shapes: State, tables: HostTables | None = None) -> State:
+    """Read the arrays of the checkpoint of ``step``, with the shapes and shardings of ``shapes``,
+    and ``tables``.
 
     The mesh may be another than the one it was saved on. What is carried between slow updates is
     zeros.
@@ -310,6 +319,8 @@ def restore(folder: Path, step: int, shapes: State) -> State:
         folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)
     ) as manager:
         arrays = manager.restore(step, args=args)["state"]
+    if tables:
+        tables.load(folder / str(step))
     leaves = [arrays[name] for name in names]
     carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
     return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jspeed.base.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.errors import BadInput, nearest
 from jspeed.fields import shown
-from jspeed.recipe import Recipe, leaves, without_lazy
+from jspeed.recipe import ParamSpec, Recipe, leaves, without_lazy
 from jspeed.run.find_recipe import LoadedRecipe
 
 Tensors = dict[str, np.ndarray]
@@ -81,18 +81,24 @@ def large_tables(recipe: Recipe) -> tuple[str, ...]:
 
     They may be larger than a host's memory. Checkpoints hold them, each device's part apart.
     """
-    return recipe.lazy if _lazy_bytes(recipe) > LARGE else ()
+    return tuple(_tables(recipe)) if _bytes_of_tables(recipe) > LARGE else ()
 
 
-def _lazy_bytes(recipe: Recipe) -> int:
-    specs = [spec for _, spec in leaves(recipe.parameters) if spec.lookups]
+def _tables(recipe: Recipe) -> dict[str, ParamSpec]:
+    return {path: spec for path, spec in leaves(recipe.parameters) if spec.lookups}
+
+
+def _bytes_of_tables(recipe: Recipe) -> int:
+    specs = _tables(recipe).values()
     return sum(spec.size * jnp.dtype(spec.dtype).itemsize for spec in specs)
 
 
-def to_write(recipe: Recipe, params: Any) -> Tensors:
+def to_write(recipe: Recipe, params: Any, on_host: Callable[[], Tensors] = dict) -> Tensors:
     """Return the parameters that a run writes, by name, whole and on the host; every process calls
-    this."""
-    return gathered(without_lazy(recipe, params) if large_tables(recipe) else params)
+    this. ``on_host`` gives the tables that lie there."""
+    if large_tables(recipe):
+        return gathered(without_lazy(recipe, params))
+    return gathered(params) | on_host()
 
 
 def run_metadata(loaded: LoadedRecipe, step: int, **more: str) -> dict[str, str]:
@@ -106,8 +112,8 @@ def note_on_large_tables(recipe: Recipe, saved: bool) -> str:
     where = (
         "the last checkpoint has it" if saved else "with --checkpoint-every N a checkpoint has it"
     )
-    size = f"{_lazy_bytes(recipe) / 1e9:,.1f} GB"
-    return f"{FILE} leaves out {', '.join(recipe.lazy)}, {size} updated row by row; {where}"
+    size, names = f"{_bytes_of_tables(recipe) / 1e9:,.1f} GB", ", ".join(_tables(recipe))
+    return f"{FILE} leaves out {names}, {size} updated row by row; {where}"
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:

@@ -61,7 +61,7 @@ def finish(
     tensors: export.Tensors | None = None
     if state and history.status != "diverged" and history.interrupted_by != 143:
         with clock.section("parameters"):
-            tensors = export.to_write(setup.recipe, state["params"])
+            tensors = parameters_of(setup, state["params"])
     val_loss, reached = outcome(setup, history, verdicts)
     write_launcher_result(setup, history, val_loss, reached)
     if processes.index():
@@ -284,6 +284,12 @@ def cut_short(setup: Setup, history: History) -> bool:
     return asked_for_less(setup, history) and setup.at_start.plan is None
 
 
+def parameters_of(setup: Setup, params: Any) -> export.Tensors:
+    """Return what a file of the run's parameters holds."""
+    tables = setup.program.tables
+    return export.to_write(setup.recipe, params, tables.whole if tables else dict)
+
+
 def keep_best(setup: Setup, history: History, params: Any) -> None:
     """Write ``params`` to ``best/`` of the run directory if their validation loss, the last one, is
     below all before.
@@ -294,7 +300,7 @@ def keep_best(setup: Setup, history: History, params: Any) -> None:
     *before, last = history.losses
     if last >= min(before, default=math.inf):
         return
-    tensors = export.to_write(setup.recipe, params)
+    tensors = parameters_of(setup, params)
     if processes.index():
         return
     folder = setup.run_dir / BEST

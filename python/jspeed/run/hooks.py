@@ -10,6 +10,7 @@ from jspeed.errors import BadInput
 from jspeed.recipe import Recipe
 from jspeed.record.schema import PlaceInPlan, Unsealed
 from jspeed.run import export
+from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.options import Options
 
@@ -28,6 +29,11 @@ def alone(options: Options) -> Iterator[None]:
 def no_vocabulary() -> Sequence[bytes]:
     """Raise BadInput: nobody here knows GPT-2's tokens."""
     raise BadInput("jspeed.corpus, which knows it, is not installed")
+
+
+def no_host_tables(recipe: Recipe) -> HostTables:
+    """Raise BadInput: nobody here serves rows from the host's memory."""
+    raise BadInput("--table host needs jspeed.host_table, which is not installed; leave it out")
 
 
 def nothing(*_: object) -> None:
@@ -65,6 +71,9 @@ class Hooks:
     ``departures(path, recipe with its fields, manifest)`` says how the run departs from what they
     are for.
 
+    Of tables: ``host_tables(recipe)`` makes those of ``recipe.on_host`` in the host's memory,
+    before anything is compiled. Raises BadInput where they do not fit.
+
     Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
     ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
     beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
@@ -80,6 +89,7 @@ class Hooks:
     gpt2_byte_pairs: Callable[[], Sequence[bytes]] = no_vocabulary
     read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
     departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
+    host_tables: Callable[[Recipe], HostTables] = no_host_tables
     planned: Callable[[Path | None], bool] = unplanned
     place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
+PLACES = ["device", "host"]  # of a table, for --table
 LOGS = ["tensorboard", "wandb"]  # where --log can send a curve
 RECIPE_HELP = (
     f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default:"
@@ -58,6 +59,8 @@ class Options:
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes or
             (TPU) splash.
+        table: Where a table that is updated row by row lies: device, or host (in this machine's
+            memory, served by Rust); default: on the devices if it fits there.
         preflight: Check attention and FP8 on the device before the clock, and fall back where one
             fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
@@ -98,6 +101,7 @@ class Options:
     mesh: Axes | None = None
     micro_batch: Annotated[Count | None, Wants("TOKENS")] = None
     attention: Annotated[str | None, Wants("BACKEND")] = None
+    table: Annotated[str | None, Wants("PLACE")] = None
     preflight: bool = True
     target_loss: Annotated[float | None, Wants("LOSS")] = None
     max_minutes: Annotated[Positive | None, Wants("M")] = None
@@ -153,6 +157,10 @@ def check_options(options: Options) -> None:
     for name, expected, found in misfits(options, Options):
         raise BadInput(f"{flag(name)} {getattr(options, name)}: expected {expected}, found {found}")
     check_sinks(options.sinks)
+    if options.table is not None and options.table not in PLACES:
+        raise BadInput(
+            f"--table {options.table}: expected device or host{nearest(options.table, PLACES)}"
+        )
     if options.resume and options.run_dir is None:
         raise BadInput("--resume needs --run-dir, the folder of the run to resume")
 

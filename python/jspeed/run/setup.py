@@ -12,13 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.base import processes
 from jspeed.base.beside import Knowing
 from jspeed.base.compile_cache import use_compile_cache
-from jspeed.base.compiler import out_of_memory
 from jspeed.base.files import as_text, cache_folder, write_whole
 from jspeed.base.processes import gather, require_equal
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
@@ -37,6 +35,7 @@ from jspeed.run import console as output
 from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
+from jspeed.run.compute import host_tables
 from jspeed.run.compute.device import (
     Device,
     Placement,
@@ -48,14 +47,20 @@ from jspeed.run.compute.device import (
     with_kernels_asked_for,
 )
 from jspeed.run.compute.division import memory_notes, place
+from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.compute.known_faults import known_faults
-from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
+from jspeed.run.compute.preflight import (
+    Preflight,
+    compile_or_fall_back,
+    count_kernels,
+    preflight,
+    warm_up_fits,
+)
 from jspeed.run.compute.program import (
     Program,
     check_state_fits,
     eval_context,
     state_shardings,
-    warm_up,
 )
 from jspeed.run.compute.saved import saved_or_compiled
 from jspeed.run.compute.step import State, fetcher, with_parameters
@@ -132,7 +137,8 @@ def set_up(
     (:mod:`jspeed.run.compute.saved`)."""
     planned = hooks.planned(options.run_dir)
     use_compile_cache(planned)
-    loaded, placement = load_recipe_and_placement(options)
+    loaded, placement = load_recipe_and_placement(options, hooks)
+    tables = hooks.host_tables(loaded.recipe) if loaded.recipe.on_host else None
     first_params = None
     if options.init_from is not None:
         first_params = hooks.read_parameters(options.init_from, loaded.recipe)
@@ -156,7 +162,7 @@ def set_up(
         say_opening(options, loaded, checked, data, console, hooks)
         output.notes(console, provenance.why_no_commit(commit))
         program, validation, initial, checked = compile_and_warm_up(
-            options, loaded, checked, data.rows, clock, console, saves and not planned
+            options, loaded, checked, data.rows, clock, console, saves and not planned, tables
         )
         say_fallbacks(loaded.recipe, program, checked, console)
         with clock.section("initial state"):
@@ -175,12 +181,14 @@ def set_up(
     )
 
 
-def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement]:
+def load_recipe_and_placement(
+    options: Options, hooks: Hooks = NO_HOOKS
+) -> tuple[LoadedRecipe, Placement]:
     """Return the recipe, with --target-loss, and where it runs; several processes must call this
     together.
 
-    Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do
-    not fit the mesh, or the state does not fit in memory.
+    Tables that do not fit are the host's, as with ``--table host``. Raises :class:`BadInput` for
+    invalid options, and where the layout, batch or tables do not fit the mesh, or the state memory.
     """
     check_options(options)
     loaded = load_recipe(options)
@@ -193,10 +201,16 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
     device = with_kernels_asked_for(device, loaded.fields)
-    placement = place(recipe, mesh, options.layout, device, options.micro_batch)
     fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
-    check_state_fits(recipe, placement, loaded.fields)
-    return loaded, placement
+
+    def placed(recipe: Recipe) -> Placement:
+        placement = place(recipe, mesh, options.layout, device, options.micro_batch)
+        check_state_fits(recipe, placement, loaded.fields)
+        return placement
+
+    given = options.init_from is not None
+    recipe = host_tables.choose(loaded.recipe, options.table, given, placed, hooks.host_tables)
+    return replace(loaded, recipe=recipe), placed(recipe)
 
 
 def open_data(
@@ -237,11 +251,15 @@ def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> dict[s
     its name, and more.
 
     What is a flag of its own may differ."""
-    named = as_json(loaded.fields) | {
-        "recipe source": loaded.source_sha256,
-        HASH: loaded.hash,
-        "seed": options.seed,
-    }
+    named = (
+        as_json(loaded.fields)
+        | host_tables.place_of(loaded.recipe)
+        | {
+            "recipe source": loaded.source_sha256,
+            HASH: loaded.hash,
+            "seed": options.seed,
+        }
+    )
     named |= {
         "training data": data.shards.fingerprint,
         "validation data": data.val_shards.fingerprint,
@@ -306,6 +324,7 @@ def say_opening(
         ("kernels", explanation, kernels),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
+    rows += host_tables.opening(recipe)
     if isinstance(data.loader, Knowing):
         rows.append(data.loader.opening())
     output.opening(console, rows)
@@ -328,6 +347,7 @@ def compile_and_warm_up(
     clock: Clock,
     console: Console,
     saves: bool,
+    tables: HostTables | None = None,
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
     """Return the largest program that a device can run, the rows on the devices, the checksum of
     the first state, and ``checked`` with the settings that could be compiled. Raises
@@ -343,6 +363,8 @@ def compile_and_warm_up(
             if options.accuracy:
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
                 program = replace(program, accuracy=counted)
+            if tables:
+                program = tables.serve(recipe, checked.placement, program)
         with clock.section("warm-up"), output.waiting(console, "warming up"):
             initial = checksum(program.init(options.seed), program.sums)
             validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
@@ -355,19 +377,6 @@ def compile_and_warm_up(
             console,
             f"{program.need / 1e9:.1f} GB a device were too much to run; taking less at once",
         )
-
-
-def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
-    """Warm up; return False, on all processes, where one runs out of memory that no other waits for
-    in a collective."""
-    failure = None
-    try:
-        warm_up(program, recipe, mesh, *evaluated)
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        failure = str(error)
-    return not any(gather("out of memory in warm-up", failure))
 
 
 def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console: Console) -> None:
@@ -398,7 +407,8 @@ def first_state(
     after_warm_up = checksum(state, program.sums)
     if directory.checkpoint:
         shapes, _ = state_shardings(recipe, placement.layout, placement.mesh)
-        state = restore(directory.path / "checkpoints", directory.checkpoint["steps"], shapes)
+        folder, step = directory.path / "checkpoints", directory.checkpoint["steps"]
+        state = restore(folder, step, shapes, program.tables)
     elif first_params is not None:
         state = with_parameters(recipe, first_params, state)
     jax.block_until_ready(state)

@@ -134,9 +134,11 @@ def loop(
     mask = cache(lambda: begin_mask(setup))
 
     def settle() -> None:
-        """Read the last loss and wait, on the clock, for the mask and for what the loader knows:
-        none of it happens in a pause."""
+        """Read the last loss and wait, on the clock, for the mask, for tables and for what the
+        loader knows: none of it happens in a pause."""
         history.read()
+        if setup.program.tables:
+            setup.program.tables.wait()
         if isinstance(setup.data.loader, Knowing):
             setup.data.loader.wait()
         if history.steps and (built := mask()):
@@ -155,7 +157,9 @@ def loop(
     if begun >= last_step < recipe.steps:
         history.end("stopped")
     for stage, execute in islice(
-        every_step(recipe.stages, setup.program.steps), begun, max(last_step, begun)
+        every_step(recipe.stages, setup.program.calls or setup.program.steps),
+        begun,
+        max(last_step, begun),
     ):
         if history.steps % recipe.eval_every == 0 and not history.at_validation:
             evaluate(setup, history, state, pause)
@@ -237,7 +241,7 @@ def save(
             with pause("checkpoint"):
                 record = history.record(setup.data.loader.state_dict(), setup.identity)
                 try:
-                    checkpoints.save(history.steps, state, record)
+                    checkpoints.save(history.steps, state, record, setup.program.tables)
                 except BadInput as error:
                     if last or processes.count() > 1:
                         raise

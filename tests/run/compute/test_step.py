@@ -21,6 +21,7 @@ from jspeed.run import evaluate
 from jspeed.run.compute import accumulators, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
+from jspeed.run.compute.preflight import warm_up
 from jspeed.run.find_recipe import find
 
 from ...toys import SAME, TOYS, moved_parameters
@@ -328,7 +329,7 @@ def test_warm_up_leaves_no_trace(name):
         tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own)
         for own in built.steps
     )
-    program.warm_up(replace(built, steps=counted), recipe, mesh, *validation.evaluated)
+    warm_up(replace(built, steps=counted), recipe, mesh, *validation.evaluated)
     assert len(seen) == built.warm_up_steps and not any(np.any(tokens) for tokens in seen)
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 

@@ -115,7 +115,7 @@ def accumulate(
     sums, whole_carried = dict(carried["sums"]), dict(carried["whole"])
     copies, summed = by_path(recipe, whole), by_path(recipe, grads)
     for path, spec in leaves(recipe.parameters):
-        if spec.every == 1:
+        if spec.every == 1 or spec.on_host:
             continue
         age, old = _age(recipe, ctx, path), sums[path]
         due = age == spec.updated_after(ctx.stage) - 1
@@ -210,7 +210,11 @@ def _carry(
     of one that all devices have in its compute dtype, no ``whole``: steps read the parameter."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
-    slow = [(path, spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1]
+    slow = [
+        (path, spec, cuts.get(path, PartitionSpec()))
+        for path, spec in every
+        if spec.every > 1 and not spec.on_host
+    ]
     copies = {
         path: whole(spec, cut)
         for path, spec, cut in slow

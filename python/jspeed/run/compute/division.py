@@ -99,8 +99,14 @@ def micro_batches(
 
 def numbers_of_pieces(recipe: Recipe, stage: Stage) -> list[int]:
     """Numbers of pieces into which a lane may be cut, each making them shorter; none where
-    documents have no bound, or tokens have numbers beside them."""
-    if recipe.beside or recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
+    documents have no bound, or tokens have numbers beside them, as rows of tables on the host."""
+    if (
+        recipe.beside
+        or recipe.on_host
+        or recipe.data.align != "bos"
+        or not stage.max_doc_len
+        or not stage.max_docs
+    ):
         return []
     numbers, longest = [], stage.lane_len
     for pieces in (2**n for n in range(1, MOST.bit_length())):

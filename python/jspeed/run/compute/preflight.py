@@ -1,5 +1,5 @@
 """Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend
-where one fails.
+where one fails; run every program once.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are
 seen here, on a small example, and the run takes the next backend. The examples are in
@@ -13,12 +13,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.base.compiler import FP8_CALL, custom_calls, out_of_memory
 from jspeed.base.processes import gather
 from jspeed.errors import BadInput, first_line, type_and_line
 from jspeed.model.custom_kernels import Refused
+from jspeed.parallel.mesh import batch_rows, put
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
@@ -29,7 +32,7 @@ from jspeed.run.compute.device import (
     has_document_masks,
     head_width,
 )
-from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.compute.program import WARM_UPS, Program, compile_program
 from jspeed.run.console import waiting
 
 
@@ -297,3 +300,32 @@ def count_kernels(
         f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True
     )
     return checked.with_device(fp8="emulated")
+
+
+def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
+    """Warm up; return False, on all processes, where one runs out of memory that no other waits for
+    in a collective."""
+    failure = None
+    try:
+        warm_up(program, recipe, mesh, *evaluated)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        failure = str(error)
+    return not any(gather("out of memory in warm-up", failure))
+
+
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
+    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
+    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
+    be tried."""
+    state = program.init(0)
+    for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
+        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
+        for step in WARM_UPS * steps:
+            state, metrics = step(state, put(dummy, batch_rows(mesh)))
+            jax.block_until_ready(metrics)
+    state = program.at_end(state)
+    if evaluated:
+        evaluations = [each for each in (program.evaluate, program.accuracy) if each]
+        jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -19,12 +18,13 @@ from jspeed.base.compiler import Build, anew, compiled, measured, memory_needed
 from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import own_kernel
 from jspeed.parallel.layout import partitions, with_remat
-from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
-from jspeed.recipe import Context, Recipe, Stage, leaves, without_lazy
+from jspeed.parallel.mesh import batch_rows, replicated, row_shards
+from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_lazy
 from jspeed.record.provenance import Sums, sums_of
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.division import Attempt, attempts, divisions, lanes_of_device, without_room
+from jspeed.run.compute.host_tables import HostTables, Rows, given_shapes
 from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.score import Measure, losses
 from jspeed.run.compute.side_by_side import Job, beside, compile_all
@@ -61,7 +61,8 @@ class Program:
     ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
     into the first state, the steps and the evaluation; none without jit. ``others``: the
     executables of the first state and of the evaluation. ``sums`` takes checksums of states.
-    ``loaded``: all were saved by an earlier run (:mod:`jspeed.run.compute.saved`).
+    ``loaded``: all were saved by an earlier run (:mod:`jspeed.run.compute.saved`). ``calls``,
+    instead of ``steps``, where ``tables`` lie in the host's memory.
     """
 
     init: Callable[[int], State]
@@ -78,6 +79,8 @@ class Program:
     others: tuple[jax.stages.Compiled, ...] = ()
     sums: Sums = sums_of
     loaded: bool = False
+    calls: tuple[tuple[StepProgram, ...], ...] = ()
+    tables: HostTables | None = None
 
     @property
     def compiled(self) -> list[jax.stages.Compiled]:
@@ -95,7 +98,7 @@ class Program:
 
     @property
     def warm_up_steps(self) -> int:
-        """Steps that :func:`warm_up` makes."""
+        """Steps that :func:`jspeed.run.compute.preflight.warm_up` makes."""
         return WARM_UPS * sum(map(len, self.steps))
 
     def texts(self) -> Iterator[str]:
@@ -216,6 +219,8 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     Raises :class:`BadInput` on more than one device.
     """
     mesh, layout, device = placement.mesh, placement.layout, placement.device
+    if recipe.on_host:
+        raise BadInput("--table host needs compiled programs; leave JAX_DISABLE_JIT out")
     if mesh.size > 1:
         raise BadInput(
             f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave"
@@ -345,9 +350,12 @@ def trace_step(
     state, shardings = state_shardings(recipe, layout, mesh)
     shape = recipe.lanes, recipe.row_words(stage.lane_len)
     tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
+    given = given_shapes(recipe, recipe.lanes, stage.lane_len, mesh)
 
-    def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        return train_step(recipe, ctx, placement, parts, state, tokens)
+    def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, dict[str, Any]]:
+        return train_step(recipe, ctx, placement, parts, state, tokens, *given)
+
+    metrics = {"loss": replicated(mesh)} | ({"rows": batch_rows(mesh)} if given else {})
 
     # Unused arguments are kept: else arrays of the state are returned in the place of others, by
     # copies.
@@ -355,9 +363,9 @@ def trace_step(
         step,
         donate_argnums=0,
         keep_unused=True,
-        out_shardings=(shardings, {"loss": replicated(mesh)}),
+        out_shardings=(shardings, metrics),
     )
-    return jitted.trace(state, tokens)
+    return jitted.trace(state, tokens, *given)
 
 
 def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
@@ -385,7 +393,10 @@ def trace_evaluation(
     ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    shapes = (padded, recipe.row_words(recipe.eval_len)), (padded, recipe.eval_len)
+    at_once = padded
+    if recipe.on_host:  # rows of all would not fit on the devices: each part is a call
+        at_once, parts = padded // parts, 1
+    shapes = (at_once, recipe.row_words(recipe.eval_len)), (at_once, recipe.eval_len)
     tokens, targets = (
         jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
         for shape in shapes
@@ -398,14 +409,14 @@ def trace_evaluation(
     )
 
     def evaluation(
-        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None
+        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None, *given: Rows
     ) -> jax.Array:
-        return eval_step(
-            recipe, ctx, placement, parts, params, rows, targets, impossible, measure=measure
-        )
+        read = params, rows, targets, impossible, *given
+        return eval_step(recipe, ctx, placement, parts, *read, measure=measure)
 
     jitted = jax.jit(evaluation, out_shardings=whole)
-    return padded, jitted.trace(state["params"], tokens, targets, bits)
+    given = given_shapes(recipe, at_once, recipe.eval_len, mesh)
+    return padded, jitted.trace(state["params"], tokens, targets, bits, *given)
 
 
 def impossible_shape(recipe: Recipe) -> tuple[int, int]:
@@ -449,7 +460,8 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
     def shardings_of(cuts: Any) -> Any:
         return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts)
 
-    params = shardings_of(cuts)
+    placed = map_specs(lambda spec, cut: None if spec.on_host else cut, recipe.parameters, cuts)
+    params = shardings_of(placed)
     optimizer = optax.tree_utils.tree_map_params(
         recipe.optimizer(),
         lambda array, sharding: array if absent(array) else sharding,
@@ -470,19 +482,3 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings
     )
     return sharded, shardings
-
-
-def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
-    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
-    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
-    be tried."""
-    state = program.init(0)
-    for stage, steps in zip(recipe.stages, program.steps, strict=True):
-        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
-        for step in WARM_UPS * steps:
-            state, metrics = step(state, put(dummy, batch_rows(mesh)))
-            jax.block_until_ready(metrics)
-    state = program.at_end(state)
-    if evaluated:
-        evaluations = [each for each in (program.evaluate, program.accuracy) if each]
-        jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])

@@ -65,7 +65,7 @@ def saved_or_compiled(loaded: LoadedRecipe, placement: Placement, rows: int) -> 
     if off or without_jit() or jax.process_count() > 1:
         return make()
     around = surroundings(placement)
-    recipe = loaded.hash, loaded.recipe.eval_max_doc_len, rows
+    recipe = loaded.hash, loaded.recipe.eval_max_doc_len, rows, *loaded.recipe.on_host
     path = folder / f"{loaded.recipe.name}-{digest(*around, *recipe)}{SUFFIX}"
     if program := follow(path, placement):
         return program

@@ -40,8 +40,10 @@ from jspeed.recipe import (
     map_specs,
     without_lazy,
 )
-from jspeed.run.compute import accumulators, division
+from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Placement
+from jspeed.run.compute.gradients import gradients
+from jspeed.run.compute.host_tables import Rows, with_given
 from jspeed.run.compute.score import Measure, losses
 
 
@@ -67,13 +69,18 @@ def init_state(
     """Return the state before step 1; its ``carry`` alone depends on ``layout`` and ``mesh`` (None:
     one device)."""
     params = init_parameters(recipe.parameters, key_of(seed))
+    params = map_specs(lambda spec, p: None if spec.on_host else p, recipe.parameters, params)
     tables = accumulators.by_path(recipe, params)
     return {
         "params": params,
         "optimizer": recipe.optimizer().init(without_lazy(recipe, params)),
         "step": jnp.zeros((), jnp.int32),
         "carry": accumulators.zeros(recipe, layout, mesh),
-        "rows": {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()},
+        "rows": {
+            path: each.init(tables[path])
+            for path, each in recipe.row_optimizers().items()
+            if path in recipe.lazy
+        },
         "means": averages.zeros(recipe.averages, params),
     }
 
@@ -89,8 +96,14 @@ def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
 
 
 def train_step(
-    recipe: Recipe, ctx: Context, placement: Placement, parts: int, state: State, tokens: jax.Array
-) -> tuple[State, dict[str, jax.Array]]:
+    recipe: Recipe,
+    ctx: Context,
+    placement: Placement,
+    parts: int,
+    state: State,
+    tokens: jax.Array,
+    given: Rows | None = None,
+) -> tuple[State, dict[str, Any]]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
     The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does
@@ -98,6 +111,9 @@ def train_step(
     parameters in their compute dtype, works on its own rows, and keeps its shard of the summed
     gradient; the optimizer then runs on sharded parameters. With a pipeline the micro-batches are
     the pipeline's.
+
+    ``given`` are the rows that ``tokens`` name in each table of ``recipe.on_host``; their gradients
+    come back beside the loss, as ``rows``.
     """
     mesh, layout = placement.mesh, placement.layout
     cuts, carry_specs = (
@@ -115,13 +131,18 @@ def train_step(
     due = accumulators.number_due(recipe, ctx.stage, ctx.phase)
 
     def on_device(
-        params: Any, kept: accumulators.Carry, rows: Any, step: jax.Array, tokens: jax.Array
-    ) -> tuple[Any, accumulators.Carry, Any, jax.Array]:
+        params: Any,
+        kept: accumulators.Carry,
+        rows: Any,
+        step: jax.Array,
+        tokens: jax.Array,
+        given: Rows,
+    ) -> tuple[Any, accumulators.Carry, Any, jax.Array, Rows]:
         now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
         whole = accumulators.load(
             recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later)
         )
-        grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
+        grads, row_losses, of_given = gradients(recipe, now, parts, weight, whole, tokens, given)
         grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
@@ -130,16 +151,16 @@ def train_step(
         tables, rows = lazy_updates(recipe, now, mesh, cuts, due, whole, grads, rows)
         arrays = [without_lazy(recipe, tree) for tree in (grads, cuts, later)]
         specs = without_lazy(recipe, recipe.parameters)
-        return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses
+        return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses, of_given
 
     lanes, param_specs, row_specs = rows_spec(mesh), rows_only(cuts), lazy_specs(recipe, cuts)
     table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
-    (grads, tables), kept, rows, row_losses = shard_map_over_rows(
+    (grads, tables), kept, rows, row_losses, of_given = shard_map_over_rows(
         mesh,
         on_device,
-        (param_specs, carry_specs, row_specs, PartitionSpec(), lanes),
-        ((without_lazy(recipe, param_specs), table_specs), carry_specs, row_specs, lanes),
-    )(state["params"], state["carry"], state["rows"], state["step"], tokens)
+        (param_specs, carry_specs, row_specs, PartitionSpec(), lanes, lanes),
+        ((without_lazy(recipe, param_specs), table_specs), carry_specs, row_specs, lanes, lanes),
+    )(state["params"], state["carry"], state["rows"], state["step"], tokens, given or {})
     old = without_lazy(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
@@ -156,7 +177,7 @@ def train_step(
     done = State(
         params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means
     )
-    return done, {"loss": jnp.mean(row_losses) / mean}
+    return done, {"loss": jnp.mean(row_losses) / mean} | ({"rows": of_given} if given else {})
 
 
 def at_end(recipe: Recipe, state: State) -> State:
@@ -200,7 +221,7 @@ def lazy_updates(
     specs, placed = dict(leaves(recipe.parameters)), accumulators.by_path(recipe, cuts)
     tables = {path: accumulators.by_path(recipe, whole)[path] for path in recipe.lazy}
     for path, optimizer in recipe.row_optimizers().items():
-        if due % specs[path].every:
+        if path not in tables or due % specs[path].every:
             continue
         grads_of_table = accumulators.by_path(recipe, grads)[path]
         if mesh.size > 1 and not owned(specs[path], placed[path]):
@@ -214,127 +235,6 @@ def lazy_updates(
     return tables, rows
 
 
-def gradients(
-    recipe: Recipe, ctx: Context, parts: int, weight: float, params: Any, tokens: jax.Array
-) -> tuple[Any, jax.Array]:
-    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row) of one
-    device's rows.
-
-    ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
-    summed in fp32. More ``parts`` than rows cut each row at document borders
-    (:mod:`jspeed.run.compute.division`) and take one piece at a time.
-    """
-    if parts > tokens.shape[0]:
-        return piecewise_gradients(
-            recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32)
-        )
-    tokens = tokens.astype(jnp.int32).reshape(parts, -1, tokens.shape[-1])
-    weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
-
-    def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        micro, beside = split(recipe.beside, micro)
-        now = replace(ctx, first_row=first_row, beside=beside)
-        total, loss_BT = recipe.loss(
-            params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now
-        )
-        return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
-
-    if parts == 1:
-        return gradient(recipe, ctx, params, loss, tokens[0], ctx.first_row)
-    first_rows = ctx.first_row + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
-    grads, row_losses = summed_gradients(recipe, ctx, params, loss, tokens, first_rows)
-    return grads, row_losses.reshape(-1)
-
-
-def gradient(
-    recipe: Recipe,
-    ctx: Context,
-    params: Any,
-    loss: Callable[..., Any],
-    micro: jax.Array,
-    *rest: Any,
-) -> tuple[Any, Any]:
-    """Return (gradient, the second result) of ``loss(params, micro, *rest)``.
-
-    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed
-    tables, that of earlier steps and this one.
-    """
-    tokens = split(recipe.beside, micro)[0][:, 1:].size
-
-    def leaf(spec: ParamSpec, p: Any) -> Any:
-        if spec.summed:
-            return p.sums_VND
-        return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lookups else p
-
-    def of(leaves_: Any) -> Any:
-        def joined(spec: ParamSpec, leaf: Any, p: Any) -> Any:
-            if spec.summed:
-                return p._replace(sums_VND=leaf)
-            return lazy_table.Lazy(p, leaf) if spec.lookups else leaf
-
-        return loss(map_specs(joined, recipe.parameters, leaves_, params), micro, *rest)
-
-    return jax.grad(of, has_aux=True)(map_specs(leaf, recipe.parameters, params))
-
-
-def summed_gradients(
-    recipe: Recipe, ctx: Context, params: Any, loss: Callable[..., Any], *arrays: jax.Array
-) -> tuple[Any, Any]:
-    """:func:`gradient` of one slice of ``arrays`` after the other, summed in fp32; of a lazily
-    updated table the rows of all."""
-
-    def accumulate(sums: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        def seeded(spec: ParamSpec, total: Any, p: Any) -> Any:
-            return p._replace(sums_VND=total) if spec.summed else p
-
-        def added(spec: ParamSpec, total: Any, grad: Any) -> Any:
-            if spec.lookups:
-                return None
-            return grad if spec.summed else total + grad.astype(jnp.float32)
-
-        grads, row_losses = gradient(
-            recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part
-        )
-        sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
-        return map_specs(added, recipe.parameters, sums, grads), (sinks, row_losses)
-
-    def first(spec: ParamSpec, p: Any) -> Any:
-        if spec.lookups:
-            return None
-        return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
-
-    sums, (sinks, row_losses) = jax.lax.scan(
-        accumulate, map_specs(first, recipe.parameters, params), arrays
-    )
-
-    def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
-        if spec.lookups:
-            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
-        return total if spec.summed else total.astype(p.dtype)
-
-    return map_specs(joined, recipe.parameters, sums, sinks, params), row_losses
-
-
-def piecewise_gradients(
-    recipe: Recipe, ctx: Context, pieces: int, weight: float, params: Any, tokens: jax.Array
-) -> tuple[Any, jax.Array]:
-    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a
-    time."""
-    rows = tokens.shape[0]
-    cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
-
-    def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights = weigh(recipe, micro, weight * counts_BT)
-        now = replace(ctx, pieces=pieces)
-        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
-        return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
-
-    grads, piece_losses = summed_gradients(
-        recipe, ctx, params, loss, cut_rows[:, None], counts[:, None]
-    )
-    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1)
-
-
 def eval_step(
     recipe: Recipe,
     ctx: Context,
@@ -344,6 +244,7 @@ def eval_step(
     rows: jax.Array,
     targets: jax.Array,
     impossible: jax.Array | None = None,
+    given: Rows | None = None,
     *,
     measure: Measure = losses,
 ) -> jax.Array:
@@ -351,7 +252,7 @@ def eval_step(
     ``1 / parts`` of a device's rows at a time.
 
     Only the inputs of ``rows`` reach the recipe; ``targets`` (ids ``[rows, T]``) never do.
-    ``impossible`` is that of the context."""
+    ``impossible`` is that of the context, ``given`` as of :func:`train_step`."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(
@@ -361,31 +262,32 @@ def eval_step(
     )
 
     def on_device(
-        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None
+        params: Any,
+        rows: jax.Array,
+        targets: jax.Array,
+        impossible: jax.Array | None,
+        given: Rows,
     ) -> jax.Array:
         whole = gather_parameters(recipe, gather, params, cuts, later)
         now = replace(ctx, impossible=impossible)
 
-        def measured(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-            row, targets_BT = part
+        def measured(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
+            row, targets_BT, rows_of_part = part
             row, beside = split(recipe.beside, row)
-            inputs_BT = row[:, :-1]
-            found_BT = measure(recipe, whole, inputs_BT, targets_BT, replace(now, beside=beside))
+            inputs_BT, here = row[:, :-1], with_given(recipe, whole, rows_of_part)
+            found_BT = measure(recipe, here, inputs_BT, targets_BT, replace(now, beside=beside))
             if recipe.weigh is None:
                 return found_BT
             return found_BT * recipe.weigh(inputs_BT, targets_BT)
 
-        cut = [a.astype(jnp.int32).reshape(parts, -1, a.shape[-1]) for a in (rows, targets)]
-        return jax.lax.map(measured, tuple(cut)).reshape(targets.shape)
+        ids = rows.astype(jnp.int32), targets.astype(jnp.int32)
+        cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (*ids, given))
+        return jax.lax.map(measured, cut).reshape(targets.shape)
 
     lanes = rows_spec(mesh)
-    specs = rows_only(cuts), lanes, lanes, PartitionSpec()
-    return shard_map_over_rows(mesh, on_device, specs, lanes)(params, rows, targets, impossible)
-
-
-def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
-    """Return ``x_BT`` times the weight of each target of ``tokens`` (int ``[B, T + 1]``)."""
-    return x_BT if recipe.weigh is None else x_BT * recipe.weigh(tokens[:, :-1], tokens[:, 1:])
+    specs = rows_only(cuts), lanes, lanes, PartitionSpec(), lanes
+    step = shard_map_over_rows(mesh, on_device, specs, lanes)
+    return step(params, rows, targets, impossible, given or {})
 
 
 def mean_weight(recipe: Recipe, tokens: Any) -> Any:
@@ -400,15 +302,15 @@ def mean_weight(recipe: Recipe, tokens: Any) -> Any:
 def replicated_on_all_devices(
     recipe: Recipe, ctx: Context, placement: Placement, function: Any
 ) -> Any:
-    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``, whose third
+    """Return jitted ``function(gathered params in their compute dtype, arrays, ctx)``, whose third
     argument is the ``impossible`` of ctx; all devices do the same work."""
     mesh, whole = placement.mesh, PartitionSpec()
     cuts = partitions(recipe.parameters, placement.layout, mesh)
     ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
 
-    def on_device(params: Any, array: jax.Array, impossible: jax.Array | None) -> Any:
+    def on_device(params: Any, arrays: Any, impossible: jax.Array | None) -> Any:
         gathered = gather_parameters(recipe, gather_all, params, cuts)
-        return function(gathered, array, replace(ctx, impossible=impossible))
+        return function(gathered, arrays, replace(ctx, impossible=impossible))
 
     return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole, whole), whole))
 
@@ -448,7 +350,9 @@ def without_jit() -> bool:
 def to_compute_dtype(recipe: Recipe, params: Any) -> Any:
     """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
     return map_specs(
-        lambda spec, p: p.astype(spec.compute or spec.dtype), recipe.parameters, params
+        lambda spec, p: None if spec.on_host else p.astype(spec.compute or spec.dtype),
+        recipe.parameters,
+        params,
     )
 
 
@@ -462,7 +366,7 @@ def gather_parameters(
     """
 
     def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec, *rest: Any) -> jax.Array:
-        return p if owned(spec, cut) else gather(p, cut, *rest)
+        return p if spec.on_host or owned(spec, cut) else gather(p, cut, *rest)
 
     return map_specs(one, recipe.parameters, to_compute_dtype(recipe, params), *trees)
 
@@ -470,7 +374,8 @@ def gather_parameters(
 def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
     """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded,
     which must be all of them or none."""
-    tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
+    rows = leaves(recipe.parameters)
+    tables = [spec for _, spec in rows if "row" in spec.axes and not spec.on_host]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
         raise BadInput(

@@ -1,0 +1,163 @@
+"""Gradients of one device's rows of a batch, over micro-batches."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspeed.base.beside import split
+from jspeed.parallel import lazy_table
+from jspeed.recipe import Context, ParamSpec, Recipe, map_specs
+from jspeed.run.compute import division
+from jspeed.run.compute.host_tables import Rows, with_given
+
+
+def gradients(
+    recipe: Recipe,
+    ctx: Context,
+    parts: int,
+    weight: float,
+    params: Any,
+    tokens: jax.Array,
+    given: Rows | None = None,
+) -> tuple[Any, jax.Array, Rows]:
+    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row, gradient of
+    what is ``given``) of one device's rows.
+
+    ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
+    summed in fp32. More ``parts`` than rows cut each row at document borders
+    (:mod:`jspeed.run.compute.division`) and take one piece at a time.
+    """
+    if parts > tokens.shape[0]:
+        assert not given, "micro-batches are whole rows where the host gives rows of tables"
+        pieces = parts // tokens.shape[0]
+        tokens = tokens.astype(jnp.int32)
+        return *piecewise_gradients(recipe, ctx, pieces, weight, params, tokens), {}
+    tokens, given = jax.tree.map(
+        lambda rows: rows.reshape(parts, -1, *rows.shape[1:]),
+        (tokens.astype(jnp.int32), given or {}),
+    )
+    weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
+
+    def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        micro, beside = split(recipe.beside, micro)
+        now = replace(ctx, first_row=first_row, beside=beside)
+        total, loss_BT = recipe.loss(
+            params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now
+        )
+        return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
+
+    if parts == 1:
+        of_first = {path: rows[0] for path, rows in given.items()}
+        grads, found = gradient(recipe, ctx, params, loss, of_first, tokens[0], ctx.first_row)
+        return grads, found[0], found[1]
+    first_rows = ctx.first_row + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
+    grads, stacked = summed_gradients(recipe, ctx, params, loss, given, tokens, first_rows)
+    row_losses, of_given = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), stacked)
+    return grads, row_losses, of_given
+
+
+def gradient(
+    recipe: Recipe,
+    ctx: Context,
+    params: Any,
+    loss: Callable[..., Any],
+    given: Rows,
+    micro: jax.Array,
+    *rest: Any,
+) -> tuple[Any, tuple[Any, Rows]]:
+    """Return (gradient, (the second result, gradient of what is ``given``)) of ``loss(params,
+    micro, *rest)``.
+
+    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed
+    tables, that of earlier steps and this one.
+    """
+    tokens = split(recipe.beside, micro)[0][:, 1:].size
+
+    def leaf(spec: ParamSpec, p: Any) -> Any:
+        if spec.summed:
+            return p.sums_VND
+        return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lazy else p
+
+    def of(leaves_: Any, given: Rows) -> Any:
+        def joined(spec: ParamSpec, leaf: Any, p: Any) -> Any:
+            if spec.summed:
+                return p._replace(sums_VND=leaf)
+            return lazy_table.Lazy(p, leaf) if spec.lazy else leaf
+
+        joined_ = map_specs(joined, recipe.parameters, leaves_, params)
+        return loss(with_given(recipe, joined_, given), micro, *rest)
+
+    leaves_ = map_specs(leaf, recipe.parameters, params)
+    (grads, of_given), found = jax.grad(of, argnums=(0, 1), has_aux=True)(leaves_, given)
+    return grads, (found, of_given)
+
+
+def summed_gradients(
+    recipe: Recipe,
+    ctx: Context,
+    params: Any,
+    loss: Callable[..., Any],
+    given: Rows,
+    *arrays: jax.Array,
+) -> tuple[Any, tuple[Any, Rows]]:
+    """:func:`gradient` of one slice of ``given`` and ``arrays`` after the other, summed in fp32; of
+    a lazily updated table, and of what is given, the rows of all."""
+
+    def accumulate(sums: Any, part: tuple[Any, ...]) -> tuple[Any, Any]:
+        def seeded(spec: ParamSpec, total: Any, p: Any) -> Any:
+            return p._replace(sums_VND=total) if spec.summed else p
+
+        def added(spec: ParamSpec, total: Any, grad: Any) -> Any:
+            if spec.lookups:
+                return None
+            return grad if spec.summed else total + grad.astype(jnp.float32)
+
+        grads, found = gradient(
+            recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part
+        )
+        sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
+        return map_specs(added, recipe.parameters, sums, grads), (sinks, found)
+
+    def first(spec: ParamSpec, p: Any) -> Any:
+        if spec.lookups:
+            return None
+        return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
+
+    sums, (sinks, found) = jax.lax.scan(
+        accumulate, map_specs(first, recipe.parameters, params), (given, *arrays)
+    )
+
+    def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
+        if spec.lookups:
+            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
+        return total if spec.summed else total.astype(p.dtype)
+
+    return map_specs(joined, recipe.parameters, sums, sinks, params), found
+
+
+def piecewise_gradients(
+    recipe: Recipe, ctx: Context, pieces: int, weight: float, params: Any, tokens: jax.Array
+) -> tuple[Any, jax.Array]:
+    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a
+    time."""
+    rows = tokens.shape[0]
+    cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
+
+    def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = weigh(recipe, micro, weight * counts_BT)
+        now = replace(ctx, pieces=pieces)
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
+        return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
+
+    grads, (piece_losses, _) = summed_gradients(
+        recipe, ctx, params, loss, {}, cut_rows[:, None], counts[:, None]
+    )
+    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1)
+
+
+def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
+    """Return ``x_BT`` times the weight of each target of ``tokens`` (int ``[B, T + 1]``)."""
+    return x_BT if recipe.weigh is None else x_BT * recipe.weigh(tokens[:, :-1], tokens[:, 1:])

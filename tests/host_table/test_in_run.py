@@ -1,0 +1,140 @@
+"""Runs whose table lies in the host's memory are those whose table lies on the devices."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jspeed.cli import satellites
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run import setup
+from jspeed.run.export import load
+from jspeed.run.options import Options
+from jspeed.run.train import train
+
+from ..multi_process import shards
+
+RECIPE = Path(__file__).parent / "bigrams.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    shards(folder / "data")
+    return folder
+
+
+def run(folder, name, devices=1, recipe=RECIPE, **options):
+    """Return the lines of metrics.jsonl of a run on so many devices, its record, and its table."""
+    mesh = make_mesh({"data": devices}, jax.devices()[:devices])
+    given = {"data": folder / "data", "run_dir": folder / name, "progress": False, "sample": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "make_mesh", lambda: mesh)
+        train(Options(str(recipe), **given | options), satellites.hooks())
+    text = (folder / name / "metrics.jsonl").read_text()
+    lines = [json.loads(each) for each in text.splitlines()]
+    record = json.loads((folder / name / "run.json").read_text())
+    return lines, record, load(folder / name / "model.safetensors")[0]["rows"]
+
+
+@pytest.fixture(scope="module")
+def on_device(folder):
+    return run(folder, "on device")
+
+
+def losses(lines):
+    return np.array([line.get("train_loss", line.get("val_loss")) for line in lines])
+
+
+def assert_same(found, expected):
+    (lines, record, table), (its, other, its_table) = found, expected
+    np.testing.assert_allclose(losses(lines), losses(its), atol=2e-3)
+    np.testing.assert_allclose(table, its_table, atol=0.02)
+    assert record["val_loss"] == pytest.approx(other["val_loss"], abs=2e-3)
+    assert record["parameters"] == other["parameters"]
+    assert all(probe["passed"] for probe in record["probes"].values())
+
+
+@pytest.mark.parametrize(
+    ("devices", "micro_batch"),
+    [(1, None), (1, 64), pytest.param(2, None, marks=pytest.mark.slow), (4, None)],
+)
+def test_a_table_on_the_host_trains_as_one_on_the_device(folder, on_device, devices, micro_batch):
+    name = f"{devices} {micro_batch}"
+    found = run(folder, name, devices, table="host", micro_batch=micro_batch, accuracy=True)
+    assert_same(found, on_device)
+    # it has learned something that a table of zeros has not
+    assert np.sum(np.any(found[2] != 0, axis=1)) > 50 and losses(found[0])[-1] < 3
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(folder):
+    whole = run(folder, "whole", table="host", checkpoint_every=20)
+    run(folder, "parts", table="host", checkpoint_every=20, steps=24)
+    parts = run(folder, "parts", table="host", checkpoint_every=20, resume=True)
+    assert losses(whole[0]).tolist() == losses(parts[0]).tolist()
+    assert whole[2].tobytes() == parts[2].tobytes()
+    two = run(folder, "two", table="host", checkpoint_every=20, steps=24)
+    two = run(folder, "two", 2, table="host", resume=True)
+    assert_same(two, whole)
+
+
+def test_a_checkpoint_of_the_other_place_is_refused(folder):
+    for first, then in [("host", "device"), ("device", "host")]:
+        run(folder, first, table=first, checkpoint_every=20, steps=20)
+        with pytest.raises(BadInput, match=f"with table {first} but this run has table {then}"):
+            run(folder, first, table=then, resume=True)
+
+
+def test_a_damaged_table_is_no_checkpoint(folder):
+    run(folder, "damaged", table="host", checkpoint_every=20, steps=40)
+    path = folder / "damaged" / "checkpoints" / "40" / "rows.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    lines, record, _ = run(folder, "damaged", table="host", resume=True)
+    assert record["resumed"] == [20] and len(lines) > 60
+
+
+def test_a_table_that_does_not_fit_the_device_is_the_hosts(folder, on_device, monkeypatch, capsys):
+    usual = setup.check_state_fits
+
+    def check(recipe, *rest):
+        if not recipe.on_host:
+            raise BadInput("the table does not fit")
+        usual(recipe, *rest)
+
+    monkeypatch.setattr(setup, "check_state_fits", check)
+    found = run(folder, "automatic")
+    assert_same(found, on_device)
+    assert "this machine's memory" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="the table does not fit"):
+        run(folder, "asked", table="device")
+    monkeypatch.setattr(
+        satellites, "hooks", lambda: replace(setup.NO_HOOKS, second_range=lambda recipe: None)
+    )
+    with pytest.raises(BadInput, match="does not fit; nor do .*host_table, which is not installed"):
+        run(folder, "without")
+
+
+def test_what_cannot_be_on_the_host_is_one_sentence(folder, tmp_path):
+    source = RECIPE.read_text()
+    for edit, said in [
+        (('    named_rows={"rows": rows_of},\n', ""), "does not say which rows of rows it reads"),
+        (('COMPUTE = "bfloat16"', 'COMPUTE = "float32"'), "rows is of float32"),
+    ]:
+        mine = tmp_path / "mine.py"
+        mine.write_text(source.replace(*edit))
+        with pytest.raises(BadInput, match=said):
+            run(folder, "refused", recipe=mine, table="host")
+    for options, said in [
+        ({"recipe": "stdlib"}, "has no table that is updated row by row"),
+        ({"init_from": folder}, "the rows start at zero"),
+        ({"table": "hots"}, "expected device or host .did you mean 'host'"),
+    ]:
+        with pytest.raises(BadInput, match=said):
+            run(folder, "refused", **{"table": "host"} | options)
+    assert not (folder / "refused").exists()
