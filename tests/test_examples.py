@@ -71,6 +71,7 @@ def test_placement_by_path_and_size(tmp_path):
     assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_of_eight_devices(tmp_path):
     """And the page that shows the program shows its output too."""
     program, page = (
@@ -150,6 +151,7 @@ def test_sizing_notebook_says_the_published_numbers(tmp_path):
         assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
     """Those of seeds.md, sections 4 to 6, and where a tutorial is wrong what is right: see the
     comments."""

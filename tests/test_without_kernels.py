@@ -36,8 +36,10 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     ("blocked", "names"),
-    [(("jspeed.kernels",), ("r29", "jspeed3")), (TRITON, ("r92",))],
-    ids=["folder", "triton"],
+    [
+        pytest.param(("jspeed.kernels",), ("r29", "jspeed3"), id="folder", marks=pytest.mark.slow),
+        pytest.param(TRITON, ("r92",), id="triton"),
+    ],
 )
 def test_recipes_are_traced_and_a_run_trains(blocked, names, tmp_path):
     recipes = "\n".join(" ".join([name, *TOYS[name]]) for name in names)

@@ -246,7 +246,9 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     assert not (trainer / "x").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_reaches_the_run_and_its_code_comes_back(tmp_path, number):
     program = (
         f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(143));"

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -20,11 +21,11 @@ from jspeed.parallel.lazy_table import Pending
 
 BF16 = ml_dtypes.bfloat16
 RATES = {"learning_rate": 0.02, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.5}
-ROWS, WIDTH = 50, 24
+ROWS, WIDTH, MOST = 50, 24, 40
 ONE = np.ones((1, WIDTH), BF16)
 
 
-def lists(rng, updates=12, most=40):
+def lists(rng, updates=12, most=MOST):
     """Rows of some updates, many of them equal, and their gradients."""
     for _ in range(updates):
         rows = rng.zipf(1.3, rng.integers(0, most)).clip(1, ROWS) - 1
@@ -59,14 +60,21 @@ def on_device(updates):
         eps=1e-8,
         weight_decay=lambda step: 0.5,
     )
+    table, state = updated_on_device(optimizer, updates)
+    return table, np.asarray(state.square_V)
+
+
+def updated_on_device(optimizer, updates):
+    """Its lists are all of one length, for one program: a row past the table means nothing."""
     table = jnp.zeros((ROWS, WIDTH), jnp.bfloat16)
     state = optimizer.init(table)
+    update = jax.jit(lambda found, *rest: optimizer.update([found], *rest, None))
     for rows, gradients in updates:
-        # A list of the device is never empty; a row past the table means nothing.
-        rows = jnp.asarray(np.append(rows, ROWS), jnp.int32)
-        found = Pending(rows, jnp.asarray(np.concatenate([gradients, ONE])))
-        table, state = optimizer.update([found], table, state, None)
-    return np.asarray(table), np.asarray(state.square_V)
+        padding = MOST - len(rows)
+        rows = np.pad(rows, (0, padding), constant_values=ROWS).astype(np.int32)
+        gradients = np.pad(gradients, ((0, padding), (0, 0)), constant_values=1)
+        table, state = update(Pending(rows, gradients), table, state)
+    return np.asarray(table), state
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -96,16 +104,14 @@ def test_rates_change_from_update_to_update():
         eps=1e-8,
         weight_decay=lambda step: 2.0,
     )
-    table, device = RowTable(ROWS, WIDTH), jnp.zeros((ROWS, WIDTH), jnp.bfloat16)
-    state = optimizer.init(device)
-    for step, (rows, gradients) in enumerate(lists(np.random.default_rng(5), 4)):
-        found = Pending(jnp.asarray(rows, jnp.int32), jnp.asarray(gradients))
-        device, state = optimizer.update([found], device, state, None)
+    table, updates = RowTable(ROWS, WIDTH), list(lists(np.random.default_rng(5), 4))
+    device, _ = updated_on_device(optimizer, updates)
+    for step, (rows, gradients) in enumerate(updates):
         named = {"learning_rate": rates[step], "beta2": betas[step]}
         table.update(step, rows, gradients, **RATES | named | {"weight_decay": 2.0})
     assert (table.betas == betas).all()
     np.testing.assert_allclose(
-        all_of(table).astype(np.float32), np.asarray(device, np.float32), rtol=0.02, atol=1e-3
+        all_of(table).astype(np.float32), device.astype(np.float32), rtol=0.02, atol=1e-3
     )
 
 

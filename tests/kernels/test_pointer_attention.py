@@ -89,7 +89,10 @@ def exact(window, tokens, targets, gradients, *given):
 BORDERS = [], [0, 1, 2, 42], [14, 21], [15, 16, 17, 32]
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 100])
+@pytest.mark.parametrize(
+    "window",
+    [1, 7, pytest.param(16, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
+)
 def test_agrees_with_float64(small_blocks, window):
     """Windows shorter and longer than documents and lanes; queries that see no key; targets that
     nothing is."""

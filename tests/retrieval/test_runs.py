@@ -120,6 +120,7 @@ def evaluated(run_dir, folder, index=True):
     return on_shards(model if index else replace(model, trained=None), folder, None, False)["loss"]
 
 
+@pytest.mark.slow
 def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsys):
     """Each of its documents is the same passage; the index knows it where the run has trained on
     it, and only there."""

@@ -37,6 +37,7 @@ def training(folder: Path) -> list[tuple]:
     return [(line["step"], line["train_loss"]) for line in found if "train_loss" in line]
 
 
+@pytest.mark.slow
 def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, capsys):
     """An oracle: the same training, validated on a shard without the tokens before ``first``."""
     data = shards(tmp_path / "data")

@@ -46,6 +46,7 @@ def data(tmp_path):
     return tokenise.prepare_text(inputs, tmp_path / "data", options)
 
 
+@pytest.mark.slow
 def test_from_text_to_text_with_an_own_tokenizer(data, tmp_path, capsys):
     """It took a copied recipe with four lines edited."""
     sets = (*SMALL, "STEPS=4", "EVAL_EVERY=4")
