@@ -142,7 +142,9 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
 
 def measure(run: Run, setup: Setup, params: Any) -> Measured:
     """Compute everything from the parameters."""
-    losses = evaluate.token_losses(setup.program.evaluate, params, setup.validation)
+    losses, again = (
+        evaluate.token_losses(setup.program.evaluate, params, setup.validation) for _ in range(2)
+    )
     second: Any = None
     if "unread" in run:
         second = evaluate_unread(setup, run["steps"], params)
@@ -152,7 +154,7 @@ def measure(run: Run, setup: Setup, params: Any) -> Measured:
     return Measured(
         evaluate.weighted_mean(losses, setup.validation),
         second and (second["val_loss"], second["sha256"]),
-        probes.causality_of_run(setup, params, setup.data.rows, losses),
+        probes.causality_of_run(setup, params, setup.data.rows, losses, again),
         held["numbers"]["evaluation"] if held else 0,
         held["places"]["evaluation"] if held else 0,
         sorted(setup.program.host_calls(evaluation=True)),

@@ -26,7 +26,7 @@ from jspeed.run import console as output
 from jspeed.run import export
 from jspeed.run.clock import after, between, now, utc_now
 from jspeed.run.compute.step import State
-from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
+from jspeed.run.evaluate import look_up, token_losses, validation_accuracy, weighted_mean
 from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried, programs_of
 from jspeed.run.evidence.probes import data_evidence, evaluate_holdout
@@ -105,7 +105,8 @@ def evaluate_and_probe(
     clock, program, params = history.clock, setup.program, state["params"]
     with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
         look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
-        loss = validation_loss(program.evaluate, params, setup.validation)
+        found = token_losses(program.evaluate, params, setup.validation)
+        loss = weighted_mean(found, setup.validation)
         known = history.at_validation  # of a run that stopped at its target
         accuracy = None if known else validation_accuracy(program, params, setup.validation)
     if not known:
@@ -119,7 +120,7 @@ def evaluate_and_probe(
     if cut_short(setup, history):
         return {}, None
     with clock.section("probes"), output.waiting(console, "validity probes"):
-        verdicts = probes.run_all(setup, state, loss, history.steps, history.stream)
+        verdicts = probes.run_all(setup, state, found, history.steps, history.stream)
     if not setup.data.holdout or not len(setup.data.holdout.rows):
         return verdicts, None
     with clock.section("second range"), output.waiting(console, "second validation range"):

@@ -28,5 +28,7 @@ def test_padding_raises_no_alarm_and_hides_no_leak(ahead):
         return weights * (1 + 1e-4 * np.roll(sums, -ahead, axis=1)).astype(np.float32)
 
     text = Text(rows, PAD + 1, BOS, None)
-    verdicts = [causality(text, losses(rows), losses, f"{seed:032x}") for seed in range(200)]
+    verdicts = [
+        causality(text, losses(rows), losses(rows), losses, f"{seed:032x}") for seed in range(200)
+    ]
     assert {verdict["passed"] for verdict in verdicts} == {not ahead}

@@ -36,10 +36,14 @@ class Text(NamedTuple):
 
 
 def causality(
-    text: Text, before: NDArray[np.float32], losses: Losses, entropy: str
+    text: Text,
+    before: NDArray[np.float32],
+    again: NDArray[np.float32],
+    losses: Losses,
+    entropy: str,
 ) -> dict[str, Any]:
-    """Compare the losses of the rows of ``text``, which were ``before``, with those of rows of
-    other ends.
+    """Compare the losses of the rows of ``text``, which were ``before`` and, evaluated once more,
+    ``again``, with those of rows of other ends.
 
     ``losses(inputs)`` gives those of the same targets, ``[R, T]``, whatever the inputs are. Every
     pass draws for every row from where on its inputs are others, and what they are: text from
@@ -53,7 +57,7 @@ def causality(
     """
     rng = np.random.default_rng(int(entropy, 16))
     rows = text.rows
-    tolerance = REPEATS * float(np.max(np.abs(finite(losses(rows)) - finite(before))))
+    tolerance = REPEATS * float(np.max(np.abs(finite(again) - finite(before))))
     passes = passes_over(len(rows))
     longest = max(lengths_of(rows, text.bos_id))
     leak = 0.0

@@ -48,10 +48,10 @@ SAME_LOSS = 1e-3  # nats of a mean over 128 tokens: bf16 logits of two matmul sh
 
 
 def run_all(
-    setup: Setup, state: State, loss: float, steps: int, fed: str | None
+    setup: Setup, state: State, found: NDArray[np.float32], steps: int, fed: str | None
 ) -> dict[str, Verdict]:
-    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``
-    with ``loss``.
+    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``,
+    whose losses of the validation rows were ``found``.
 
     ``fed`` is the hash of the batches of its ``steps``, None if it is not known. With several
     processes each must call this, and gets the same.
@@ -59,11 +59,12 @@ def run_all(
     params, start = state["params"], setup.at_start
     row = setup.data.rows[0]
     before = checksum(state, setup.program.sums)
-    found = token_losses(setup.program.evaluate, params, setup.validation)
-    again = weighted_mean(found, setup.validation)
+    repeated = token_losses(setup.program.evaluate, params, setup.validation)
+    loss, again = (weighted_mean(each, setup.validation) for each in (found, repeated))
     rows = setup.data.rows
     verdicts = guarded(
-        ("causality",), lambda: {"causality": causality_of_run(setup, params, rows, found)}
+        ("causality",),
+        lambda: {"causality": causality_of_run(setup, params, rows, found, repeated)},
     )
     verdicts["evaluation_stays_on_device"] = stays_on_device(setup)
     verdicts |= guarded(
@@ -88,10 +89,10 @@ def run_all(
 def evaluations_after(rows: int) -> int:
     """Return how many evaluations of ``rows`` rows a run makes after its clock has stopped.
 
-    The loss, the losses again, those of causality (unchanged rows, their ends, rows replaced), and
-    the second text.
+    The losses, the losses again, those of causality (ends of rows, rows replaced), and the second
+    text.
     """
-    return 1 + 1 + (1 + causality.passes_over(rows) + 1) + 1
+    return 1 + 1 + (causality.passes_over(rows) + 1) + 1
 
 
 def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
@@ -169,10 +170,12 @@ def changed_files(before: stream.Facts) -> list[str]:
     ]
 
 
-def causality_of_run(setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray) -> Verdict:
-    """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before``, with other ends
-    by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what the
-    loader knows of them included."""
+def causality_of_run(
+    setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray, again: np.ndarray
+) -> Verdict:
+    """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before`` and ``again``,
+    with other ends by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what
+    the loader knows of them included."""
     recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
     validation = to_devices(rows, program.eval_rows, recipe, mesh)
     validation.impossible = setup.validation.impossible
@@ -187,7 +190,7 @@ def causality_of_run(setup: Setup, params: Any, rows: np.ndarray, before: np.nda
     docs = eval_context(recipe, setup.placement.device).stage.max_docs
     text = causality.Text(rows, recipe.vocab_size, recipe.data.bos_id, docs)
     entropy = broadcast("entropy", causality.draw_entropy())
-    return causality.causality(text, before, losses, entropy)
+    return causality.causality(text, before, again, losses, entropy)
 
 
 def stays_on_device(setup: Setup) -> Verdict:
