@@ -48,6 +48,7 @@ READERS = {
     "/data/fineweb",
     "shakespeare.txt",
     "my_texts",
+    "mine.txt",
     "gpt2",
     "webtext_val.jsonl.xz",
     "folder/of/the/text",
