@@ -145,8 +145,9 @@ class TablesOfRun:
                 given = self._gather(found, mesh)
             state, metrics = step(state, tokens, given)
             gradients = metrics.pop("rows")
-            for array in gradients.values():
-                array.copy_to_host_async()
+            with jax.transfer_guard("allow"):
+                for array in gradients.values():
+                    array.copy_to_host_async()
             self._updating = bool(updated)
             self._futures.append(
                 self._worker.submit(self._take, found, gradients, metrics["loss"], updated)

@@ -4,7 +4,7 @@ XLA needs two passes over queries and keys, because a row's sum of squares comes
 three over their gradients. Here each program processes a block of tokens, head by head. It reads
 each head's channels once, keeps them in registers and writes the result; the cos/sin tables are
 read once for all heads. Only the matmul's output is saved for the backward pass, which recomputes
-the sums. No GPU has run these kernels.
+the sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
