@@ -88,7 +88,7 @@ def test_zstd_needs_a_package(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"content")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install '\.\[parquet\]'"
+        BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install 'jspeed\[parquet\]'"
     ):
         read(tmp_path / "a.txt.zst")
 

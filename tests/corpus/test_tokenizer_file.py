@@ -235,7 +235,7 @@ def test_bad_tokenizer_files(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused(
         tmp_path / "no.json",
-        r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'",
+        r"needs the package tokenizers to be read; pip install 'jspeed\[tokenizers\]'",
     )
 
 

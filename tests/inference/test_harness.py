@@ -72,7 +72,7 @@ def test_scores_are_those_of_whole_forward_passes(model, log_probabilities):
 
 def test_without_lm_eval(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(BadInput, match=r"needs the package lm-eval .*pip install '\.\[eval\]'"):
+    with pytest.raises(BadInput, match=r"needs the package lm-eval .*pip install 'jspeed\[eval\]'"):
         harness.run_tasks(model, ["arc_easy"])
 
 

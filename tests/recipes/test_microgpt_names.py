@@ -15,7 +15,7 @@ from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
 from jspeed.record import sizes
-from jspeed.run.compute import program, step
+from jspeed.run.compute import gradients, program, step
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
@@ -90,7 +90,7 @@ def test_size_and_first_loss():
     def drawn():
         whole = r.init_parameters(names.PARAMETERS, jax.random.key(0))
         loss_BT = names.loss(whole, tokens[:, :-1], tokens[:, 1:], jnp.ones((8, 32)), CTX)[1]
-        mean = jnp.mean(step.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens)
+        mean = jnp.mean(gradients.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens)
         return whole, mean
 
     whole, mean = drawn()
@@ -202,7 +202,9 @@ def test_a_hundred_columns_of_padding_change_nothing():
         loss_BT = wide.loss(
             drawn, tokens[:, :-1], tokens[:, 1:], jnp.ones(tokens[:, 1:].shape), CTX
         )[1]
-        losses.append(jnp.mean(step.weigh(wide, tokens, loss_BT)) / step.mean_weight(wide, tokens))
+        losses.append(
+            jnp.mean(gradients.weigh(wide, tokens, loss_BT)) / step.mean_weight(wide, tokens)
+        )
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-6)
 
 

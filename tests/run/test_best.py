@@ -42,7 +42,8 @@ def test_the_best_change_only_when_validation_improves(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "recipe.py").write_text("")
     found = find("stdlib", TOY)
-    setup = SimpleNamespace(run_dir=tmp_path, loaded=found, recipe=found.recipe)
+    program = SimpleNamespace(tables=None)
+    setup = SimpleNamespace(run_dir=tmp_path, loaded=found, recipe=found.recipe, program=program)
     progress = SimpleNamespace(losses=[], steps=0, failed=[])
     kept = []
     for step, loss in enumerate([3.0, 2.5, 2.6, 2.5, 2.4, 9.0]):
