@@ -33,14 +33,8 @@ from jspeed.run.compute.program import Program, eval_parts
 Found = dict[str, NDArray[np.int32]]  # rows that tokens name in each table, [B, ids]
 
 BUFFERS = 3  # of rows, in turn: at most two steps are in flight, and the third is gathered
-SHARES = (
-    1.0,
-    0.9,
-    0.8,
-    0.7,
-    0.6,
-    0.5,
-)  # of its rows that a table has room for, the first that fits
+# of its rows that a table has room for, the first that fits
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 class TablesOfRun:
@@ -245,21 +239,14 @@ def rates(recipe: Recipe) -> dict[str, dict[str, NDArray[np.float32]]]:
     """Return the rates of every update of a run of ``recipe``, by table and name."""
     found = {}
     optimizers = recipe.row_optimizers()
+    stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
+    due = [number_due(recipe, stage, step % recipe.period) for step, stage in enumerate(stages)]
     for path, spec in recipe.on_host.items():
-        updates = sum(
-            number_due(recipe, stage, step % recipe.period) % spec.every == 0
-            for stage, step in every_step(recipe)
-        )
+        updates = sum(number % spec.every == 0 for number in due)
         with jax.transfer_guard("allow"), jax.default_device(host_device()):
             its = optimizers[path].rates(max(1, updates))
             found[path] = {name: np.asarray(values) for name, values in its.items()}
     return found
-
-
-def every_step(recipe: Recipe) -> list[tuple[Any, int]]:
-    """Return the stage and the number, from 0, of each step."""
-    stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
-    return [(stage, step) for step, stage in enumerate(stages)]
 
 
 def host_device() -> jax.Device:

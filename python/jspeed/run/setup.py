@@ -209,8 +209,9 @@ def load_recipe_and_placement(
         return placement
 
     given = options.init_from is not None
-    recipe = host_tables.choose(loaded.recipe, options.table, given, placed, hooks.host_tables)
-    return replace(loaded, recipe=recipe), placed(recipe)
+    how = options.table, given, placed, hooks.host_tables
+    recipe, placement = host_tables.choose(loaded.recipe, *how)
+    return replace(loaded, recipe=recipe), placement
 
 
 def open_data(

@@ -19,6 +19,7 @@ from jspeed.parallel.lazy_table import Given
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Recipe, map_specs
 from jspeed.run.compute.accumulators import by_path, from_paths
+from jspeed.run.compute.device import Placement
 
 Rows = dict[str, Any]
 """Rows of the tables on the host that tokens ``[B, T]`` name, ``[B, lookups x T, D]``, by path; or
@@ -63,18 +64,19 @@ def choose(
     recipe: Recipe,
     asked: str | None,
     given: bool,
-    check: Callable[[Recipe], object],
+    placed: Callable[[Recipe], Placement],
     make: Callable[[Recipe], HostTables],
-) -> Recipe:
-    """Return ``recipe`` with its tables on the devices or on the host, as ``asked`` by --table;
-    None: on the host where ``check`` refuses the devices and ``make`` finds memory for them.
+) -> tuple[Recipe, Placement]:
+    """Return ``recipe`` with its tables on the devices or on the host, as ``asked`` by --table, and
+    where it is ``placed``; None: on the host where that refuses the devices and ``make`` finds
+    memory for them.
 
     ``given``: the run starts from parameters that were given. Raises :class:`BadInput`.
     """
     why_not = problem(recipe, given)
     if asked != "host":
         try:
-            check(recipe)
+            return recipe, placed(recipe)
         except BadInput as error:
             if asked == "device" or why_not:
                 raise
@@ -84,11 +86,10 @@ def choose(
                 raise BadInput(
                     f"{error}; nor do its tables fit this machine's memory: {nor}"
                 ) from None
-        else:
-            return recipe
     elif why_not:
         raise BadInput(f"--table host: {why_not}")
-    return tables_on_host(recipe)
+    moved = tables_on_host(recipe)
+    return moved, placed(moved)
 
 
 def place_of(recipe: Recipe) -> dict[str, str]:
