@@ -126,6 +126,11 @@ def test_no_sentence_has_more_than_twenty_five_words(page):
     assert [each for each in sentences(page.read_text()) if len(each.split()) > 25] == []
 
 
+def test_the_front_page_is_one_screen():
+    """By wc -w; a new track with runs takes some 18 words."""
+    assert len((ROOT / "README.md").read_text().split()) <= 500
+
+
 SOURCE = re.compile(r'" *\n\s*f?"')  # of a text in several pieces, its borders
 
 

@@ -101,7 +101,7 @@ def test_levels_are_on_board_page_and_readme(records, tmp_path):
     audit(records)
     track = entries(records)["track"]
     assert any(line.startswith("audited: ") for line in terminal.notes(track["entries"][0]))
-    assert "| audited |" in readme.block([track], {})
+    assert ", audited 2" in readme.block([track])
     html = page.html([track], {}, {}, "the rule")
     assert 'data-v="audited">audited</td>' in html and "<dt>reproduced</dt>" in html
 

@@ -187,7 +187,7 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     files = page.contents(records, RULE, tmp_path / "site", path)
     page.write(files)
     text = path.read_text()
-    assert text.startswith(f"# before\n\n{readme.BEGIN}\n| track | best |") and text.endswith(
+    assert text.startswith(f"# before\n\n{readme.BEGIN}\n- [`") and text.endswith(
         f"{readme.END}\n\nafter\n"
     )
     row = next(line for line in text.splitlines() if "`fineweb/8xH100`" in line)
@@ -195,7 +195,8 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     on = f"{best['devices']['count']} x {best['devices']['kind']}"
     loss = f"{sum(run['val_loss'] for run in best['runs']) / 8:.4f}"
     assert (
-        f"| {best['seconds']['mean']:,.0f} s on `{on}` | `r012` | {loss} | 8 |" in row
+        f": {best['seconds']['mean']:,.0f} s by `r012`, loss {loss}, n=8, reported " in row
+        and row.endswith(f" on `{on}`")
         and "old" not in text
     )
     assert page.contents(records, RULE, tmp_path / "site", path)[path] == text

@@ -91,11 +91,11 @@ def verify_(
     if base is not None:
         problems += trust.append_only(loaded, base)
     if own and not problems:
-        from jspeed.board import history, judge
+        from jspeed.board import judge
         from jspeed.board.views import readme
 
-        path, tracks = own / "README.md", judge.board(loaded)
-        text, wanted = readme.refreshed(path, tracks, history.read_histories(folder, tracks))
+        path = own / "README.md"
+        text, wanted = readme.refreshed(path, judge.board(loaded))
         if text != wanted:
             says = (
                 f"{path}: expected the block that the records make, found another; run: jspeed"

@@ -50,7 +50,7 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
         out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
-        made[readme] = refreshed(readme, tracks, histories)[1]
+        made[readme] = refreshed(readme, tracks)[1]
     return made
 
 
