@@ -200,7 +200,7 @@ def test_an_installed_package_needs_no_repository(tmp_path, records, capsys, mon
         and "The clock" in board.timing_rule()
     )
     with pytest.raises(
-        BadInput, match="commit of recipe 'stdlib' is in jspeed's repository: clone it"
+        BadInput, match="commit of recipe 'stdlib' is in jspeed's repository; clone it"
     ):
         board.reproduce_("stdlib")
 

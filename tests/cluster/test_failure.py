@@ -61,13 +61,9 @@ def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
     monkeypatch.setattr(distributed, "LIMIT", 0.1)
     monkeypatch.setattr(distributed, "JAX_LIMIT", 2)
     monkeypatch.setattr(distributed, "process_index", lambda: 1)
-    assert (
-        said(lambda: distributed.barrier("here")) == "process 1 waited 0.1 s for the others (here)"
-    )
-    assert (
-        said(lambda: distributed.gather("there", ""))
-        == "process 1 waited 0.1 s for the others (there)"
-    )
+    waited = "process 1 waited 0.1 s for the others "
+    assert said(lambda: distributed.barrier("here")).startswith(waited + "(here); ")
+    assert said(lambda: distributed.gather("there", "")).startswith(waited + "(there); ")
     assert distributed.JAX_LIMIT > distributed.LIMIT
 
 

@@ -57,7 +57,7 @@ def test_several_sequences_stay_aligned_and_keep_their_types():
         (("names",), {}, "cannot shard a str"),
         (([1],), {"seed": 3}, "seed=3 without shuffle=True would have no effect"),
         (([1],), {"seed": 0}, "seed=0 without shuffle=True"),
-        (([1],), {"seed": -1, "shuffle": True}, "seed=-1: must be 0 or more"),
+        (([1],), {"seed": -1, "shuffle": True}, "seed=-1 is negative"),
         ((np.array(3),), {}, "cannot shard a ndarray"),
     ],
 )

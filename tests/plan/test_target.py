@@ -106,7 +106,9 @@ def test_tpus(name: str):
         facts.peak_flops
     ) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):
-        with pytest.raises(BadInput, match=f"--target {text}: .* are {name}x1, {name}x4, {name}x8"):
+        with pytest.raises(
+            BadInput, match=f"--target {text}: .* one of {name}x1, {name}x4, {name}x8"
+        ):
             target.parse_target(text)
 
 

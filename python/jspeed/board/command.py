@@ -252,7 +252,7 @@ def reproduce_(
         )
     if around is None:
         raise BadInput(
-            f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again"
+            f"the commit of recipe '{recipe}' is in jspeed's repository; clone it, and try again"
             " there"
         )
     with interruptible():

@@ -167,5 +167,6 @@ def barrier(name: str) -> None:
             with_timeout(LIMIT, lambda: store.wait_at_barrier(f"jspeed/{name}", 1000 * JAX_LIMIT))
         except TimeoutError:
             raise BadInput(
-                f"process {process_index()} waited {LIMIT:g} s for the others ({name})"
+                f"process {process_index()} waited {LIMIT:g} s for the others ({name}); find the"
+                " one that failed or hangs, and start all again"
             ) from None

@@ -84,7 +84,7 @@ class Launch:
             return count or 1
         if not re.fullmatch("[1-9][0-9]{0,4}", self.nproc_per_node):
             raise BadInput(
-                f"--nproc-per-node {self.nproc_per_node}: give a number from 1 on, or gpu"
+                f"--nproc-per-node {self.nproc_per_node}; give a number from 1 on, or gpu"
             )
         return int(self.nproc_per_node)
 
@@ -93,7 +93,7 @@ def check(launch: Launch) -> None:
     """Raise :class:`BadInput` for flags that are wrong or do not go together."""
     if launch.node_rank >= launch.nnodes:
         raise BadInput(
-            f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to"
+            f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}; give a rank from 0 to"
             " nnodes - 1"
         )
     if valid_host(launch.master_addr) is None:

@@ -125,7 +125,7 @@ def find_rank(
         if coordinator is None or processes is None or process_id is None:
             raise BadInput(
                 "several processes need all of --coordinator HOST:PORT, --processes N and"
-                " --process-id I"
+                " --process-id I; give all three, or none"
             )
         _require_index(process_id, processes, "--process-id", "--processes")
         rank = Rank(process_id, processes, host_and_port("--coordinator", coordinator))

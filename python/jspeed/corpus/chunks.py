@@ -205,19 +205,21 @@ def _lines(segment: Segment) -> Iterator[bytes]:
                     else []
                 )
                 raise BadInput(
-                    f'{where} lacks the string field "{field}"; expected {{"{field}": "..."}}'
+                    f'{where} lacks the string field "{field}"; expected {{"{field}": "..."}}; '
                     f"{_name_it(has)}"
                 )
             try:
                 yield record[field].encode()
             except UnicodeEncodeError:
-                raise BadInput(f'{where} has half a surrogate pair in "{field}"') from None
+                raise BadInput(
+                    f'{where} has half a surrogate pair in "{field}"; mend it, or drop the line'
+                ) from None
         offset += len(line) + 1
 
 
 def _name_it(names: Iterable[str]) -> str:
     has = ", ".join(sorted(map(shown, names))[:SHOWN_FIELDS])
-    return f"; it has {has}: name the text with --text-field" if has else ""
+    return f"it has {has}: name the text with --text-field" if has else "give another file"
 
 
 def _texts(segment: Segment) -> Iterator[bytes]:
@@ -304,7 +306,7 @@ def _check_column(path: Path, schema: Any, name: str) -> None:
 
     kinds = [field.type for field in schema if field.name == name]
     if not kinds:
-        raise BadInput(f'{path} lacks the column "{name}"{_name_it(schema.names)}')
+        raise BadInput(f'{path} lacks the column "{name}"; {_name_it(schema.names)}')
     if len(kinds) > 1:
         raise BadInput(f'{path} has {len(kinds)} columns called "{name}"; rename all but one')
     if str(kinds[0].value_type if is_dictionary(kinds[0]) else kinds[0]) not in STRINGS:
@@ -321,7 +323,8 @@ def _rows(path: Path, number: int, name: str) -> Iterator[bytes]:
             column = file.column(number, name)
         except (ArrowException, OSError) as error:
             raise BadInput(
-                f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})"
+                f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]}); fetch it"
+                " again"
             ) from None
     arrays = (
         each.dictionary_decode() if isinstance(each, DictionaryArray) else each

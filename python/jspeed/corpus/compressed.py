@@ -44,7 +44,10 @@ def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
                 yield file, raw
     except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         if isinstance(error, OSError) and (error.errno or not name):
-            raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
+            raise BadInput(
+                f"{path} cannot be read ({error.strerror or error}); make it readable, or"
+                " give another"
+            ) from None
         for word, needs in OTHERWISE.items():
             if name == "zstd" and word in str(error).lower():
                 raise BadInput(f"{path} {needs}") from None

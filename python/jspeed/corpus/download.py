@@ -141,7 +141,7 @@ def list_hub(repository: str, ending: str) -> tuple[str, list[Remote]]:
         names = sorted(name for name in remote if name.endswith(ending))
         if names and not any("partial" in name for name in names):
             return commit, [remote[name] for name in names]
-    raise BadInput(f"{_where(repository)} holds no complete set of {ending} files")
+    raise BadInput(f"{_where(repository)} holds no complete set of {ending} files; try again later")
 
 
 def _files_of_hub(repository: str, revision: str) -> tuple[str, dict[str, Remote]]:

@@ -40,7 +40,8 @@ def shard_names(version: str, shards: int | None) -> list[str]:
     count = most if shards is None else shards
     if not 1 <= count <= most:
         raise BadInput(
-            f"--shards {count}: FineWeb {version} has 1 to {most} training shards of 100 M tokens"
+            f"--shards {count}: FineWeb {version} has {most} training shards of 100 M tokens; give"
+            f" 1 to {most}"
         )
     return ["fineweb_val_000000.bin"] + [
         f"fineweb_train_{number:06d}.bin" for number in range(1, count + 1)

@@ -155,7 +155,7 @@ def prepare_hub_text(
     """
     repository, files, permuted = HUB_TEXTS[name]
     if options.val_input and not inputs:
-        raise BadInput("--val-input needs --input: without it, both splits are downloaded")
+        raise BadInput("--val-input needs --input, or both splits are downloaded; give both")
     if not inputs:
         folder = download.downloads() / repository.replace("/", "--")
         try:

@@ -114,7 +114,10 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
         try:
             names = _names(given)
         except OSError as error:
-            raise BadInput(f"input {given} cannot be read ({error.strerror})") from None
+            raise BadInput(
+                f"input {given} cannot be read ({error.strerror}); make it readable, or give"
+                " another"
+            ) from None
         for name in names:
             path = given / name
             by_path.setdefault(os.path.realpath(path), (name or given.name, path))
@@ -140,7 +143,7 @@ def _names(given: Path) -> list[str]:
     if given.is_dir():
         names = sorted(name for name, is_read in _below(given) if is_read)
         if not names:
-            raise BadInput(f"input folder {given} holds no {ENDINGS} file")
+            raise BadInput(f"input folder {given} holds no {ENDINGS} file; give another")
         return names
     if not given.exists():
         if given.is_symlink():
@@ -186,7 +189,9 @@ def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
             digest.update(sha256_of(path).encode() + b"  " + os.fsencode(name) + b"\n")
             size += path.stat().st_size
         except OSError as error:
-            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
+            raise BadInput(
+                f"{path} cannot be read ({error.strerror}); make it readable, or leave it out"
+            ) from None
     names = [as_text(name) for name, _ in files[:NAMES_IN_MANIFEST]]
     return {"files": len(files), "bytes": size, "sha256": digest.hexdigest(), "names": names}
 
@@ -201,5 +206,5 @@ def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
         stats = [os.stat(path) for _, path in files]
     except OSError as error:
         why = what_instead(error.filename) or error.strerror
-        raise BadInput(f"{error.filename} cannot be read ({why})") from None
+        raise BadInput(f"{error.filename} cannot be read ({why}); give another") from None
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -225,7 +225,8 @@ def file_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises nothing more precise
         raise BadInput(
             f"{path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads"
-            f" ({what_instead(path) if not content.strip().startswith(b'{') else error})"
+            f" ({what_instead(path) if not content.strip().startswith(b'{') else error}); give"
+            " another, or update that package"
         ) from None
     made.no_truncation()
     made.no_padding()

@@ -33,13 +33,13 @@ def shard(
             type; a seed without ``shuffle``, or a negative one.
     """
     if n < 1 or not 0 <= rank < n:
-        raise BadInput(f"rank {rank} of {n} processes: give a rank from 0 to n - 1")
+        raise BadInput(f"rank {rank} of {n} processes; give a rank from 0 to n - 1")
     if seed is not None and not shuffle:
         raise BadInput(
             f"seed={seed} without shuffle=True would have no effect; give both, or leave seed out"
         )
     if seed is not None and seed < 0:
-        raise BadInput(f"seed={seed}: must be 0 or more")
+        raise BadInput(f"seed={seed} is negative; give 0 or more")
     if not data:
         raise BadInput("no sequence was given; give one or more")
     for one in data:

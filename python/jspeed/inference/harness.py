@@ -43,7 +43,8 @@ def run_tasks(
         )
     except OSError as error:
         raise BadInput(
-            f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)})"
+            f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)}); try"
+            " again where there is a network"
         ) from None
     assert results is not None
     return dict(results["results"])
@@ -76,7 +77,10 @@ def harness(model: Model) -> Any:
         @property
         def eot_token_id(self) -> int:
             if (bos_id := model.facts["bos_id"]) is None:
-                raise BadInput(f"model {model.recipe.name} has no BOS token, which this task needs")
+                raise BadInput(
+                    f"model {model.recipe.name} has no BOS token, which this task needs; give"
+                    " another task"
+                )
             return int(bos_id)
 
         def tok_encode(

@@ -59,7 +59,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _check(config: Any) -> None:
     is_gpt2 = isinstance(config, dict) and config.get("model_type") == "gpt2"
     if not is_gpt2 and not (isinstance(config, dict) and "recipe" in config):
-        raise BadInput("it describes neither a run of jspeed nor a GPT-2 (model_type gpt2)")
+        raise BadInput(
+            "it describes neither; expected a run of jspeed or a GPT-2 (model_type gpt2)"
+        )
     check_json(config, GPT2Config if is_gpt2 else OwnConfig)
 
 

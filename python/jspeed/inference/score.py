@@ -198,7 +198,8 @@ def read_hellaswag(path: Path) -> list[Item]:
                 raise ValueError("expected a context, four endings and a label from 0 to 3")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(
-                f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error})"
+                f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error});"
+                " fetch the file again"
             ) from None
         items.append(item)
     if not items:

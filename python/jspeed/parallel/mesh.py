@@ -43,7 +43,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         raise BadInput(f"--mesh {text}: there is no 'data' axis; write for example data=8")
     if 0 in axes.values() or list(axes.values()).count(-1) > 1:
         raise BadInput(
-            f"--mesh {text}: sizes must be positive, and at most one -1 (all remaining devices)"
+            f"--mesh {text}: sizes must be positive; give at most one -1, all remaining devices"
         )
     if (known := math.prod(size for size in axes.values() if size != -1)) > MOST_DEVICES:
         raise BadInput(f"--mesh {text}: asks for {known} devices; give at most {MOST_DEVICES}")
@@ -113,7 +113,10 @@ def make_mesh(
     asked = ",".join(f"{name}={size}" for name, size in sizes.items())
     have = f"JAX has {available} ({devices[0].platform})"
     if -1 in sizes.values() and available % known:
-        raise BadInput(f"--mesh {asked} needs a multiple of {known} devices but {have}")
+        raise BadInput(
+            f"--mesh {asked} needs a multiple of {known} devices but {have}; give sizes that divide"
+            f" {available}"
+        )
     sizes = {name: available // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != available:
         raise BadInput(

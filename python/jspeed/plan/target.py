@@ -154,7 +154,8 @@ def parse_target(text: str) -> Cluster:
     if target.tpu and (nodes > 1 or str(devices) not in target.tpu["topologies"]):
         sizes = ", ".join(f"{kind}x{chips}" for chips in target.tpu["topologies"])
         raise BadInput(
-            f"--target {text}: slices of {kind} chips that can be planned for are {sizes}"
+            f"--target {text}: no such slice of {kind} chips can be planned for; give one of"
+            f" {sizes}"
         )
     if devices > per_node:
         if nodes > 1 or devices % per_node:

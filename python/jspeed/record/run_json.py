@@ -86,7 +86,9 @@ def content_hash(fields: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(others, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"a field holds what JSON cannot ({error})") from None
+        raise BadInput(
+            f"a field holds what JSON cannot ({error}); expected finite numbers, texts and lists"
+        ) from None
     return hashlib.sha256(text.encode()).hexdigest()
 
 

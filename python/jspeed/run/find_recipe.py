@@ -89,7 +89,7 @@ def find(
         code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise BadInput(
-            f"recipe file {path} cannot be read as Python: {type_and_line(error)}"
+            f"recipe file {path} cannot be read as Python: {type_and_line(error)}; correct it"
         ) from None
 
     module = types.ModuleType(as_text(path.stem))
@@ -119,7 +119,8 @@ def find(
         ) from None
     except BaseException as error:
         raise BadInput(
-            f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}"
+            f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}; correct"
+            " it"
         ) from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 

@@ -89,7 +89,7 @@ def finish(
         saved = (setup.run_dir / "checkpoints" / str(history.steps)).is_dir()
         console.print(export.note_on_large_tables(setup.recipe, saved), soft_wrap=True)
     if failed:
-        raise BadInput(f"the run ended, but {'; '.join(failed)}")
+        raise BadInput(f"the run ended, but {', and '.join(failed)}; the other files are whole")
     if history.status != "interrupted":
         setup.directory.end()
     return exit_code(setup, history, run["reached"])

@@ -28,7 +28,7 @@ def alone(options: Options) -> Iterator[None]:
 
 def no_vocabulary() -> Sequence[bytes]:
     """Raise BadInput: nobody here knows GPT-2's tokens."""
-    raise BadInput("jspeed.corpus, which knows it, is not installed")
+    raise BadInput("jspeed.corpus, which knows it, is not installed; install jspeed whole")
 
 
 def no_host_tables(recipe: Recipe) -> HostTables:

@@ -162,7 +162,7 @@ def check_options(options: Options) -> None:
             f"--table {options.table}: expected device or host{nearest(options.table, PLACES)}"
         )
     if options.resume and options.run_dir is None:
-        raise BadInput("--resume needs --run-dir, the folder of the run to resume")
+        raise BadInput("--resume needs --run-dir; give the folder of the run to resume")
 
 
 def check_steps(options: Options, recipe: "Recipe", fields: Mapping[str, Any]) -> None:

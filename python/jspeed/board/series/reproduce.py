@@ -129,7 +129,10 @@ def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
     try:
         added = _git(repository, "worktree", "add", "--detach", str(tree), commit)
         if added.returncode:
-            raise BadInput(f"git cannot check out {commit} to {tree}: {_last_line(added.stderr)}")
+            raise BadInput(
+                f"git cannot check out {commit} to {tree}: {_last_line(added.stderr)}; mend that"
+                " clone, or make another"
+            )
         extension(repository, tree, commit)
         yield tree
     finally:

@@ -27,7 +27,9 @@ def of_track(tracks: Sequence[BoardTrack], wanted: str) -> list[BoardTrack]:
     if not chosen:
         known = [track["track"] for track in tracks]
         hint = nearest(wanted, known)
-        raise BadInput(f"there is no track '{wanted}', only {', '.join(known) or 'none'}{hint}")
+        raise BadInput(
+            f"there is no track '{wanted}'{hint}; known are {', '.join(known) or 'none'}"
+        )
     return chosen
 
 

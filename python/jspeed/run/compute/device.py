@@ -95,7 +95,7 @@ def device_of(
     if attention is not None and attention not in known:
         raise BadInput(
             f"--attention {attention}: on {first.platform} devices the backends are"
-            f" {', '.join(known)}{nearest(attention, known)}"
+            f" {', '.join(known)}{nearest(attention, known)}; give one of these"
         )
     if first.platform == "cpu":
         return Device(

@@ -35,7 +35,7 @@ def allow(path: Path, trust: bool = False) -> None:
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             remember(content)
             return
-        raise BadInput(f"{where} was not run")
+        raise BadInput(f"{where} was not run; answer y, or give --trust")
     raise BadInput(f"{says}; read it, then give --trust")
 
 
