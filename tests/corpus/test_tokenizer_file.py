@@ -5,9 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+import tiktoken
 
 from jspeed.corpus import tokenise, tokenizers
-from jspeed.corpus.gpt2_tokenizer import gpt2_facts, is_gpt2
+from jspeed.corpus.gpt2_tokenizer import gpt2_facts, gpt2_tokenizer_file, is_gpt2
 from jspeed.corpus.tokenise import Tokenising
 from jspeed.data import find_split, tokens
 from jspeed.data.find_shards import map_tokens
@@ -98,6 +99,22 @@ def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
         np.testing.assert_array_equal(ours.encode(text.encode()), theirs.encode(text.encode()))
     some = range(0, 50_257, 7)
     assert [ours.decode([token]) for token in some] == [theirs.decode([token]) for token in some]
+
+
+@needs_gpt2
+def test_gpt2_as_a_file_is_openai_s(tmp_path, monkeypatch):
+    """The same ids and merges, by OpenAI's files; the same ids of text, by tiktoken."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    (path := tmp_path / "tokenizer.json").write_text(gpt2_tokenizer_file())
+    ours, theirs = hf.Tokenizer.from_file(str(path)), tiktoken.get_encoding("gpt2")
+    made, vocabulary = openai_s()
+    assert ours.get_vocab() == vocabulary and is_gpt2(path)
+    model, its = (json.loads(one.to_str())["model"] for one in (ours, made))
+    assert model["merges"] == its["merges"] and len(its["merges"]) == 50_000
+    for text in [*TEXTS[:2], "\u3000 \x00\r\n", TEXTS[3], "I'll don't 1234 " * 9]:
+        assert ours.encode(text).ids == theirs.encode(text)
+        assert ours.decode(ours.encode(text).ids) == text
+    assert ours.encode("a<|endoftext|>").ids == [64, 50_256]
 
 
 @needs_gpt2

@@ -18,8 +18,10 @@ import safetensors.numpy
 
 from jspeed import recipe as r
 from jspeed.board.records.remarks import RECORDS
+from jspeed.corpus import gpt2_tokenizer
 from jspeed.errors import BadInput
 from jspeed.inference import gpt2, model_config
+from jspeed.inference.commands import export as export_command
 from jspeed.inference.commands.sample import sample
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.model_config import read_parameters
@@ -220,6 +222,32 @@ def test_round_trip_is_equal_to_the_bit(tmp_path):
     assert load_model(path).tensors().keys() == ours.keys()
     config = gpt2.gpt2_config(recipe_of(), CONFIG["tokenizer"])
     assert {name: config[name] for name in CONFIG} == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("name", "at_hand", "says"),
+    [
+        ("gpt2", True, ""),
+        ("gpt2", False, "AutoTokenizer.from_pretrained('gpt2').save_pretrained('{out}')"),
+        ("bytes", True, "the text's tokenizer is bytes, which transformers has not"),
+    ],
+)
+def test_an_export_has_gpt2_s_tokenizer_or_says_what_is_missing(
+    tmp_path, monkeypatch, capsys, name, at_hand, says
+):
+    def file():
+        if at_hand:
+            return "{}\n"
+        raise BadInput("tiktoken cannot fetch it")
+
+    monkeypatch.setattr(gpt2_tokenizer, "gpt2_tokenizer_file", file)
+    facts = {"tokenizer": name, "vocab_size": 257, "bos_id": 256}
+    config, out = CONFIG | {"tokenizer": facts}, tmp_path / "out"
+    export_command.export(folder_of(tmp_path / "gpt2", random_gpt2(), config), out)
+    _, *missing = capsys.readouterr().out.splitlines()
+    assert [says.format(out=out) in line for line in missing] == [True] * bool(says)
+    assert (out / "tokenizer.json").exists() is (not says)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "gpt2"
 
 
 def test_files_with_queries_keys_and_values_side_by_side(tmp_path):

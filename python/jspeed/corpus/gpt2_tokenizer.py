@@ -1,13 +1,15 @@
-"""Tell whether the files of a model are GPT-2's tokenizer, and what a GPT-2's config says of its
-tokens."""
+"""GPT-2's tokenizer as a file, whether a model's files are it, and what a GPT-2's config says of
+its tokens."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jspeed.base.files import read_json
-from jspeed.corpus.tokenizers import file_tokenizer
+from jspeed.corpus.tokenizers import characters_of_bytes, file_tokenizer, gpt2_byte_pairs
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.data.tokens import GPT2, GPT2_BOS, TOKENIZER_FILE
 from jspeed.errors import BadInput
@@ -55,6 +57,42 @@ def is_gpt2(path: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return hashlib.sha256(lines.encode()).hexdigest() == GPT2_TEXTS
+
+
+def gpt2_tokenizer_file() -> str:
+    """Return GPT-2's tokenizer as the ``tokenizer.json`` that transformers and tokenizers read.
+
+    Raises BadInput where tiktoken has no vocabulary and cannot fetch it.
+    """
+    tokens, mark, letters = gpt2_byte_pairs(), "<|endoftext|>", characters_of_bytes()
+    shown = {token: "".join(letters[byte] for byte in token) for token in tokens}
+    added = {"id": GPT2_BOS, "content": mark, "special": True, "normalized": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    model = {
+        "type": "BPE",
+        "vocab": {shown[token] or mark: number for number, token in enumerate(tokens)},
+        "merges": [[shown[half] for half in halves] for halves in _merges(tokens)],
+    }
+    parts = dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), by_bytes)
+    file = {"version": "1.0", "added_tokens": [added], "normalizer": None} | parts
+    return json.dumps(file | {"model": model}, ensure_ascii=False) + "\n"
+
+
+def _merges(tokens: Sequence[bytes]) -> list[list[bytes]]:
+    """Return the two tokens that each token of several bytes is merged from; earlier ones merge
+    first."""
+    rank = {token: number for number, token in enumerate(tokens)}
+    found = []
+    for token in tokens:
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            pairs = [rank.get(a + b, math.inf) for a, b in zip(parts, parts[1:], strict=False)]
+            first = pairs.index(min(pairs))
+            parts[first : first + 2] = [parts[first] + parts[first + 1]]
+        if len(parts) == 2:
+            found.append(parts)
+    return found
 
 
 def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:

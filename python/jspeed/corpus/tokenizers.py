@@ -262,7 +262,7 @@ def _pieces(made: Any, decoder: Any, added: frozenset[str]) -> Callable[[int], b
     """Return what gives the bytes of one id, with the space that some tokenizers keep before a
     word."""
     kinds = set(re.findall(r'"type": "(\w+)"', json.dumps(decoder)))
-    byte_of = {character: byte for byte, character in _characters_of_bytes().items()}
+    byte_of = {character: byte for byte, character in characters_of_bytes().items()}
     anchor = next(
         (n for n in range(made.get_vocab_size()) if _decoded(made, [n]).strip().isalnum()), None
     )
@@ -289,7 +289,7 @@ def _decoded(made: Any, ids: list[int]) -> str:
     return made.decode(ids, skip_special_tokens=False)
 
 
-def _characters_of_bytes() -> dict[int, str]:
+def characters_of_bytes() -> dict[int, str]:
     """Return the printable character that stands for each byte in byte-level vocabularies (Radford
     et al. 2019)."""
     shown = [

@@ -19,7 +19,7 @@ def export(
 ) -> None:
     """Write a trained model as a folder of safetensors.
 
-    A GPT-2 (recipe gpt2) becomes what transformers' GPT2LMHeadModel.from_pretrained reads. Every
+    A GPT-2 (recipe gpt2) becomes what transformers' GPT2LMHeadModel and AutoTokenizer read. Every
     other recipe becomes model.safetensors with the recipe's own names, config.json (recipe, its
     hash and fields, tokenizer) and recipe.py, which sample, evaluate and run --init-from read.
 
@@ -34,7 +34,7 @@ def export(
     with without_logs():
         from jspeed.base.files import write_whole
         from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
-        from jspeed.data.tokens import GPT2, TOKENIZER_FILE, copy_tokenizer
+        from jspeed.data.tokens import copy_tokenizer
         from jspeed.inference.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
         from jspeed.inference.model_config import same_function
         from jspeed.inference.trained import load_model
@@ -55,7 +55,9 @@ def export(
         )
     with atomic_folder(out) as folder:
         copy_tokenizer(loaded.folder or model, folder, loaded.facts)
+        missing = ""
         if as_gpt2:
+            missing = _add_tokenizer(folder, loaded.facts["tokenizer"])
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
         else:
             save(folder / FILE, tensors, own_metadata(loaded.found))
@@ -67,17 +69,34 @@ def export(
         f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB),"
         f" {', '.join(others)}"
     )
-    if as_gpt2 and TOKENIZER_FILE not in others:
-        name = loaded.facts["tokenizer"] if loaded.facts else "not known"
-        where = (
-            ", which AutoTokenizer.from_pretrained('gpt2') has" if name == GPT2["tokenizer"] else ""
-        )
-        print(f"no tokenizer file is part of it: the text's tokenizer is {name}{where}")
+    if missing:
+        print(f"no tokenizer file is part of it: {missing.replace('OUT', repr(str(out)))}")
     if not as_gpt2:
         print(
             f"transformers cannot read it, for recipe {recipe.name} is no GPT-2; jspeed sample,"
             " evaluate and run --init-from can"
         )
+
+
+def _add_tokenizer(folder: Path, name: str) -> str:
+    """Write GPT-2's tokenizer into ``folder``, where ``name`` is that. Return what is missing and
+    how to get it; nothing where a file is there."""
+    from jspeed.base.files import write_whole
+    from jspeed.corpus.gpt2_tokenizer import gpt2_tokenizer_file
+    from jspeed.data.tokens import GPT2, TOKENIZER_FILE
+
+    if (folder / TOKENIZER_FILE).exists():
+        return ""
+    if name != GPT2["tokenizer"]:
+        return f"the text's tokenizer is {name}, which transformers has not; give its model ids"
+    try:
+        write_whole(folder / TOKENIZER_FILE, gpt2_tokenizer_file())
+    except BadInput:
+        return (
+            "GPT-2's vocabulary cannot be fetched; transformers writes it by"
+            " AutoTokenizer.from_pretrained('gpt2').save_pretrained(OUT)"
+        )
+    return ""
 
 
 COMMAND = Command(
