@@ -143,8 +143,12 @@ def test_two_processes_join_over_ipv6(tmp_path):
         ("WORLD_SIZE", "1", False),
     ],
 )
-def test_one_variable_that_other_programs_use_too_is_noted(name, value, said, monkeypatch, capsys):
+def test_one_variable_beside_a_launcher_of_one_process_is_noted(
+    name, value, said, monkeypatch, capsys
+):
     monkeypatch.setattr(distributed, "_rank", None)
+    for part, its in {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{part}", its)
     monkeypatch.setenv(name, value)
     distributed.initialise()
     wanted = f"note: {name} is {value} but a launcher's other variables are not set: this process"

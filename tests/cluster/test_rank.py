@@ -168,10 +168,9 @@ JAXJOB = {
         (TRAINER, Rank(1, 2, "job-node-0-0.job:29500")),
         (JAXJOB, Rank(1, 2, "job-worker-0:6666")),
         # Left by something else, or of one process.
-        *(
-            ({name: "3"}, None)
-            for name in ("RANK", "WORLD_SIZE", "PROCESS_ID", "NUM_PROCESSES", "LOCAL_RANK")
-        ),
+        *(({name: "3"}, None) for name in ("PROCESS_ID", "NUM_PROCESSES", "LOCAL_RANK")),
+        ({"RANK": "0"}, None),
+        ({"WORLD_SIZE": "1"}, None),
         *(
             ({name: "a:1"}, None)
             for name in ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS")
@@ -241,6 +240,8 @@ def test_flags_come_before_variables():
         ("without COORDINATOR_ADDRESS", {"PROCESS_ID": "0", "NUM_PROCESSES": "2"}, ()),
         ("without MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, ()),
         ("without RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ()),
+        ("RANK set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT", {"RANK": "1"}, ()),
+        ("WORLD_SIZE set without RANK, MASTER_ADDR, MASTER_PORT", {"WORLD_SIZE": "2"}, ()),
         ("without WORLD_SIZE", {"RANK": "0", "LOCAL_RANK": "0"}, ()),
         *(
             ("without", {name: "0"}, ())

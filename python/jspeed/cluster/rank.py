@@ -42,7 +42,8 @@ class Names(NamedTuple):
     """What a launcher calls the parts of a :class:`Rank`; ``address`` is HOST:PORT, or HOST and
     PORT.
 
-    ``common`` names are also used for other things: one of them alone says nothing.
+    ``common`` names are also used for other things: one of them alone says nothing beside a
+    launcher's, and of JAXJOB's never anything.
     """
 
     rank: str
@@ -210,12 +211,12 @@ def _require_agreement(
         lambda names: names is not chosen, ADDRESSED if chosen else (*ADDRESSED, *LAUNCHERS)
     ):
         present = names.present(env)
-        if len(present) <= names.common or (
-            names.address and not {names.rank, names.size} & {*present}
-        ):
+        alone = names.common and len(present) == 1
+        no_rank = bool(names.address) and not {names.rank, names.size} & {*present}
+        if not present or no_rank or (alone and (source is not None or names is JAXJOB)):
             continue
         if source is None and (
-            _integer(env, names.rank, 0) != 0 or _integer(env, names.size, 0) != 1
+            _integer(env, names.rank, 0) != 0 or _integer(env, names.size, int(alone)) != 1
         ):
             missing = [name for name in names.needed if name and name not in env] or [
                 "the number of processes"
