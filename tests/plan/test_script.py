@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.plan import command as planned
 from jspeed.plan.target import missing
 from jspeed.plan.views import tables
-from jspeed.plan.views.terminal import Started, print_table
+from jspeed.plan.views.terminal import Progress, print_table
 
 from .test_report import PLAN
 
@@ -98,7 +98,7 @@ def test_gpt2_is_a_recipe(capsys):
 def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
     seen = []
 
-    def place_on_target(recipe, cluster, layout, axes, micro_batch, started):
+    def place_on_target(recipe, cluster, layout, axes, micro_batch, tell):
         seen.append((recipe.name, micro_batch))
 
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
@@ -155,8 +155,8 @@ def test_hours_are_said_where_it_is_hours(span, text):
 
 
 def test_each_program_is_named_as_its_compilation_starts(capsys):
-    started = Started(Console(width=60, highlight=False), "h100x8")
-    started("stage 3, micro-batch of 49,152 tokens")
+    tell = Progress(Console(width=60, highlight=False), "h100x8")
+    tell("[1/4] compiling stage 3, micro-batch of 49,152 tokens")
     assert capsys.readouterr().out == (
-        "   0 s  compiling for h100x8: stage 3, micro-batch of 49,152 tokens\n"
+        "   0 s  h100x8: [1/4] compiling stage 3, micro-batch of 49,152 tokens\n"
     )

@@ -113,8 +113,8 @@ def plan(
         if absent and compile and not size:
             raise BadInput(absent)
         return 0
-    started = terminal.Started(console, cluster.name)
-    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch, started)
+    tell = terminal.Progress(console, cluster.name)
+    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch, tell)
     if bytes_:
         moved = describe_traffic(loaded.recipe, placement)
         terminal.print_traffic(moved, console)
@@ -126,7 +126,7 @@ def plan(
         write_json(json_, scored)
         return 0
     if other := find(against) if against else None:
-        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch, started)
+        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch, tell)
     made = make_plan(loaded, placement)
     terminal.print_plan(made, console)
     if search_:

@@ -55,11 +55,11 @@ def silent(words: str) -> None:
 
 @dataclass(frozen=True)
 class TargetPlacement(Placement):
-    """The placement of a recipe's programs on absent devices, those of ``cluster``; ``started`` is
-    told of each program, in words, before it is compiled."""
+    """The placement of a recipe's programs on absent devices, those of ``cluster``; ``tell`` is
+    told of each program, in words, as its compilation starts and ends."""
 
     cluster: Cluster
-    started: Callable[[str], None] = silent
+    tell: Callable[[str], None] = silent
 
     @property
     def limit(self) -> int:
@@ -73,10 +73,10 @@ def place_on_target(
     layout: str,
     axes: dict[str, int] | None = None,
     micro_batch: int | None = None,
-    started: Callable[[str], None] = silent,
+    tell: Callable[[str], None] = silent,
 ) -> TargetPlacement:
     """Return the placement of ``recipe`` on ``cluster``, with the attention backend that training
-    takes there; ``started`` is told of each program that is compiled for it.
+    takes there; ``tell`` is told of each program that is compiled for it.
 
     Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`). Raises :class:`BadInput`
     without a plugin, and as :func:`jspeed.run.compute.division.place` does.
@@ -84,7 +84,7 @@ def place_on_target(
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
     device = device_of(mesh, memory=cluster.usable_bytes, recipe=recipe)
     return TargetPlacement(
-        cluster=cluster, started=started, **vars(place(recipe, mesh, layout, device, micro_batch))
+        cluster=cluster, tell=tell, **vars(place(recipe, mesh, layout, device, micro_batch))
     )
 
 
@@ -111,10 +111,15 @@ def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
             averages_that_move(recipe, stage, phase),
         )
         groups.setdefault(key, []).append((number, phase))
+    total, done = sum(map(len, groups.values())), list[program.Job]()
+    said = placement.tell
+    placement = replace(placement, tell=lambda words: said(f"[{len(done)}/{total}] {words}"))
     compared = {members[-1] for members in groups.values() if len(members) > 1}
 
     def build(job: program.Job) -> tuple[Step, Attempt | None]:
         attempt = compile_that_fits(recipe, placement, *job)
+        done.append(job)
+        placement.tell(f"{program_name(recipe, *job)} is compiled")
         step = read_step(recipe.stages[job[0]], attempt)
         largest_buffers(step), memory_by_kind(step)  # read while the other cores compile
         return step, attempt if job in compared else None
@@ -128,6 +133,9 @@ def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
                 recipe, placement, others, last, building[last].result()[1]
             ):
                 compiled |= dict.fromkeys(others, last)
+                done.extend(others)
+                names = ", ".join(program_name(recipe, *job) for job in others)
+                placement.tell(f"{names}: the program of {program_name(recipe, *last)}")
             else:
                 building |= {job: pool.submit(build, job) for job in others}
         steps = {job: result.result()[0] for job, result in building.items()}
@@ -137,6 +145,12 @@ def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
         )
         for number, (job, stage) in enumerate(zip(jobs, stages_by_phase(recipe), strict=True))
     ]
+
+
+def program_name(recipe: Recipe, stage: int, phase: int = 0) -> str:
+    """Name the program of a stage, counted from 0, and of a step of the recipe's period."""
+    step = f", step {phase % recipe.period + 1} of {recipe.period}" if recipe.period > 1 else ""
+    return f"stage {stage + 1}{step}"
 
 
 def differ_in_windows(
@@ -233,11 +247,10 @@ def step_attempts(
 
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         tokens = recipe.tokens_per_step(stage) // placement.mesh.shape["data"] // parts
-        step = f", step {phase % recipe.period + 1} of {recipe.period}" if recipe.period > 1 else ""
         chunk = f", loss in chunks of {head_chunk:,}" if head_chunk else ""
-        placement.started(
-            f"stage {recipe.stages.index(stage) + 1}{step}, micro-batch of {tokens:,} tokens{chunk}"
-            + ", layers recomputed" * remat
+        placement.tell(
+            f"compiling {program_name(recipe, recipe.stages.index(stage), phase)},"
+            f" micro-batch of {tokens:,} tokens{chunk}" + ", layers recomputed" * remat
         )
         return lower(
             recipe, stage, add_remat(placement) if remat else placement, parts, phase, head_chunk

@@ -16,6 +16,7 @@ from jspeed.plan.compile import (
     compile_that_fits,
     largest_buffers,
     memory_by_kind,
+    program_name,
     read_step,
 )
 from jspeed.plan.cost import Kernel, part_of
@@ -97,10 +98,7 @@ def describe_stage(
 
 def stage_name(recipe: Recipe, number: int) -> str:
     """Name the ``number``-th program, of which a stage has as many as the recipe's period."""
-    stage, phase = divmod(number - 1, recipe.period)
-    return f"stage {stage + 1}" + (
-        f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else ""
-    )
+    return program_name(recipe, *divmod(number - 1, recipe.period))
 
 
 def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:

@@ -32,8 +32,9 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-class Started:
-    """Prints each program as its compilation starts, with the seconds since the first began."""
+class Progress:
+    """Prints what a compilation tells, as it starts and ends, with the seconds since the first
+    began."""
 
     def __init__(self, console: Console, target: str) -> None:
         self._console, self._target = console, target
@@ -42,7 +43,7 @@ class Started:
     def __call__(self, words: str) -> None:
         """Print ``words``, from whichever thread compiles."""
         self._began = self._began or now()
-        line = f"{now() - self._began:4.0f} s  compiling for {self._target}: {words}"
+        line = f"{now() - self._began:4.0f} s  {self._target}: {words}"
         self._console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
