@@ -231,13 +231,13 @@ class Recipe:
     ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``, or with a large
     vocabulary ``hidden`` and ``logits`` do, from which :mod:`jspeed.run.compute.score` computes
     ``val_loss``. ``loss(params, tokens_BT, targets_BT, weights_BT, ctx)``, for training alone,
-    returns the weighted sum of the token losses or another objective, and the losses ``[B, T]`` in
-    nats (fp32, no gradient), maybe estimates by a sampled softmax. ``optimizer()`` returns an optax
-    transformation over the whole parameter tree. The global batch is ``lanes`` rows of
-    ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first ``eval_tokens``
-    tokens of the validation shards in rows of ``eval_len``, with ``eval_windows`` instead of the
-    last stage's windows if given. A run sets ``eval_max_doc_len``, their longest document in
-    tokens, by its data.
+    returns the weighted sum of the token losses or another objective, and the losses ``[B, T]``.
+    These are in nats (fp32, no gradient), maybe estimates by a sampled softmax. ``optimizer()``
+    returns an optax transformation over the whole parameter tree. The global batch is ``lanes``
+    rows of ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first
+    ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with ``eval_windows``
+    instead of the last stage's windows if given. A run sets ``eval_max_doc_len``, their longest
+    document in tokens, by its data.
 
     ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or
     ``attention_widths`` of each layer. ``alike``: all layers are the same function, applied by

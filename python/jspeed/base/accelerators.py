@@ -74,9 +74,9 @@ def cuda_root(
     """Return what CUDA_ROOT has to be before JAX is imported, empty where JAX finds CUDA's compiler
     itself.
 
-    With CUDA 13's libraries in ``packages`` (folders of sys.path) and no nvidia-cuda-nvcc beside
-    them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's, and own kernels may not
-    compile; with 0.11.2 they do.
+    ``packages`` are folders of sys.path. With CUDA 13's libraries there and no nvidia-cuda-nvcc
+    beside them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's. Own kernels may not
+    compile then; with 0.11.2 they do.
     """
     folders = [path / "nvidia" / "cu13" for path in packages]
     there = [folder for folder in folders if folder.is_dir()]

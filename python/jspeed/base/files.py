@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     it need not exist.
 
     Raises BadInput where there is no home to have it in, as in a container with a user id of its
-    own, or where it is missing and cannot be made.
+    own. So it does where it is missing and cannot be made.
     """
     remedy = "set JSPEED_CACHE to a folder you can write to"
     try:
@@ -249,9 +249,11 @@ EVALUATION_OF_LLM_C = (20240522).to_bytes(4, "little")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read. Raises OSError for what is no regular file (a pipe is waited for, a
-    device has no end), and for a link or a small text that stands for a content which is not
-    here."""
+    """Open a file to read.
+
+    Raises OSError for what is no regular file: a pipe is waited for, a device has no end. So it
+    does for a link or a small text that stands for a content which is not here.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -30,7 +30,7 @@ def open_input(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
     read of it.
 
     Raises BadInput, also in the block, for a file that cannot be read, ends early, or holds what it
-    should not, after its last stream (xz), member (gzip) or frame (zstd) too.
+    should not. This includes what follows its last stream (xz), member (gzip) or frame (zstd).
     """
     name, decompressed = FORMATS.get(path.suffix.lower(), ("", None))
     try:

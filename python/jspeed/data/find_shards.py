@@ -22,9 +22,9 @@ _NAMES = {"train": "training", "val": "validation"}
 def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Shards:
     """Validate token shards and return them sorted by file name.
 
-    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens)
-    followed by that many uint16 token ids, or the same with magic 20240801, version 7 and uint32
-    ids; one set has one kind. Every header and file size is checked here; the tokens are not read.
+    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens),
+    then that many uint16 token ids. Magic 20240801 and version 7 mean uint32 ids; one set has one
+    kind. Every header and file size is checked here; the tokens are not read.
 
     Args:
         files: A path, a glob pattern such as ``"dir/fineweb_train_*.bin"``, or any number of paths.

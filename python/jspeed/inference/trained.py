@@ -67,9 +67,11 @@ class Model:
 
 
 def load_model(path: Path, mesh: Mesh | None = None, trust: bool = False) -> Model:
-    """Load a run directory (its final parameters, where large tables are left out the checkpoint of
-    its last step, where there are none its newest undamaged checkpoint), one checkpoint of it
-    (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
+    """Load a run directory, a checkpoint of one (``RUN/checkpoints/STEP``), an exported folder, or
+    a folder with GPT-2 as Hugging Face has it.
+
+    Of a run directory these are its final parameters. Where large tables are left out of those it
+    is the checkpoint of the last step; where there are none, the newest undamaged checkpoint.
 
     The parameters are on ``mesh`` (default: this process's first device), sharded by the default
     layout. Its recipe.py runs where :func:`jspeed.run.evidence.foreign_code.allow` lets it, or with

@@ -1,7 +1,7 @@
 """FlashAttention-2 kernels for packed lanes, for GPUs without a library that has them: Pallas
 (Triton backend).
 
-Scores never go to memory. A query sees one range of keys, so a block of queries visits the blocks
+Scores never go to memory. A query sees one range of keys. So a block of queries visits the blocks
 of keys from the first key that its first row sees to its own last row: work and traffic are linear
 in the window and in the documents' lengths. The forward pass keeps the log-sum-exp of every row;
 the backward pass recomputes scores in two kernels, over blocks of queries (dq) and of keys (dk and

@@ -95,8 +95,8 @@ def tags(documents: Documents, channels: int) -> jax.Array:
     T, channels]``.
 
     They are the binary digits of a document's number as +-TAG, then zeros. The product of two tags
-    is the same for all tokens of one document, which softmax does not see, and at least 2 TAG^2
-    lower for those of different ones, which therefore need no mask. Raises Refused where
+    is the same for all tokens of one document, which softmax does not see. For those of different
+    documents it is at least 2 TAG^2 lower, so that they need no mask. Raises Refused where
     ``channels`` are not enough for ``max_docs``.
     """
     assert documents.offsets is not None

@@ -120,9 +120,9 @@ def draw(
     frequency. On 1.9 M tokens of web text, mostly encyclopedia articles, the first 8,192 ids are
     81.1 % of the tokens; the 8,192 most frequent of 11.1 M other tokens are 86.0 %, and 5,290 of
     them 81.1 %; the most frequent of the first 0.5 M tokens, as many as ``fineweb-cpu`` trains on,
-    84.1 %. With 1 in 14 of the others, the partition sum of ``fineweb-cpu`` at the end of its
-    training has a relative standard deviation of 4.0 % (at worst 70 %) with 8,192 by id, of 0.7 %
-    (6 %) with as many by frequency and 1.2 % (10 %) with 5,290.
+    84.1 %. With 1 in 14 of the others, a sample's partition sum has a relative standard deviation,
+    for ``fineweb-cpu`` at the end of its training. It is 4.0 % (at worst 70 %) with 8,192 by id,
+    0.7 % (6 %) with as many by frequency, and 1.2 % (10 %) with 5,290.
     """
     scored = columns(vocabulary, exact, one_in)
     exact = min(exact, vocabulary)

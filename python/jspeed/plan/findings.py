@@ -1,7 +1,7 @@
 """Find problems in how a step is distributed over its devices: each finding has a name, a value and
 a threshold.
 
-The redundancy of a matmul is its FLOPs on all devices over the FLOPs that the model needs, which
+The redundancy of a matmul is its FLOPs on all devices over the FLOPs that the model needs. Those
 come from the program traced for one device, before anything is sharded. Matmuls are matched by
 source line.
 """

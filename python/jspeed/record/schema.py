@@ -288,9 +288,9 @@ def count_parameters(table: Mapping[str, Parameter]) -> tuple[int, int]:
     """Return how many parameters a recipe's ``table`` has: in total, and active.
 
     *Total* are all that are trained and kept, padding left out. *Active* are those that one token
-    meets in a forward pass: of a table with an axis of LOOKED_UP only the entries that a token
-    reads (one by its id, one by its position, as many rows of a hashed table as the forward pass
-    fetches for it), and of everything else all, the head included.
+    meets in a forward pass. Of a table with an axis of LOOKED_UP only the entries count that a
+    token reads: one by its id, one by its position, the rows that are fetched of a hashed table.
+    Of everything else all count, the head included.
     """
     sizes = {name: math.prod(each["shape"]) for name, each in table.items()}
     active = 0

@@ -257,8 +257,8 @@ def curve_plot(
     """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where
     ``columns`` are too few.
 
-    The area under the curve is filled, from step 0 at the left to ``steps`` at the right, so that
-    it grows with the run down to the dashed line of the ``target``. High losses of the first steps
+    The area under the curve is filled, from step 0 at the left to ``steps`` at the right. It grows
+    with the run, down to the dashed line of the ``target``. High losses of the first steps
     are clipped, as in loss.svg. Without ``ascii`` the terminal must support Unicode.
     """
     if not losses:

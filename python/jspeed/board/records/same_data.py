@@ -84,9 +84,9 @@ def data_of_track(
 ) -> DataSet:
     """Return the data of ``track``: what its file pins, and for the rest those of its first run.
 
-    The first run is the first to land, or the earliest where git does not say, of a complete plan
-    and a clean commit on the pinned data, on the track's hardware and number of validation tokens;
-    where there is none, the earliest of all.
+    The first run is the first to land, or the earliest where git does not say. It is of a complete
+    plan and a clean commit, on the pinned data, and on the track's hardware and number of
+    validation tokens; where there is none, the earliest of all.
     Without any run everything is the track's.
     """
     val, train = track.rules.get("data.val_sha256"), track.rules.get("data.train_sha256")

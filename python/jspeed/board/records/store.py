@@ -266,8 +266,9 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
 
     A directory with a plan.json stands for the runs of that plan that are in it. The records folder
     need not exist. ``weights``: where the runs' folders are kept for others, to be said beside
-    their records. Raises BadInput for a run that is malformed, not a result, failed a probe, has no
-    source beside it, or is there already, itself or another one in its place of the plan.
+    their records. Raises BadInput for a run that is malformed, not a result, failed a probe, or
+    has no source beside it. So it does where the run, or another in its place of the plan, is there
+    already.
     """
     records = load(folder) if folder.exists() else Records(folder)
     in_plans = {

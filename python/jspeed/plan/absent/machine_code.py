@@ -147,8 +147,8 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 def without_machine_code() -> dict[str, Any]:
     """Return XLA's options for as little machine code as a whole compilation can have.
 
-    A script that writes nothing takes the place of NVIDIA's assembler, ptxas, LLVM does not
-    optimise, and a kernel that an earlier program of this thread has is taken from a file. Options
+    A script that writes nothing takes the place of NVIDIA's assembler, ptxas. LLVM does not
+    optimise. A kernel that an earlier program of this thread has is taken from a file. Options
     that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
     """
     if (folder := _pretended_cuda()) is None:

@@ -195,10 +195,10 @@ def attempts(
 ) -> Iterator[Attempt]:
     """Compile the step of ``stage`` over each of ``numbers`` of micro-batches, fewest first.
 
-    One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks,
-    unless they free too little (:func:`bytes_freed_by_chunks`) or the recipe's loss takes none, so
-    that the program would be the same. For the smallest micro-batch layers are recomputed then:
-    more expensive than pieces, so it comes last.
+    One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks.
+    This is left out where they free too little (:func:`bytes_freed_by_chunks`), or the recipe's
+    loss takes none, so that the program would be the same. For the smallest micro-batch layers are
+    recomputed then: more expensive than pieces, so it comes last.
     """
 
     def attempt(

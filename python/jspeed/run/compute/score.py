@@ -3,11 +3,11 @@
 A recipe gives logits of the inputs alone. Targets, log-softmax, weights and mean are not its to
 compute, so whatever it gives sums to one over the vocabulary. Its ``loss`` is for training.
 
-``forward`` gives the logits of whole rows. With a large vocabulary a recipe gives
-``hidden(params, tokens_BT, ctx)``, a tree of arrays ``[B, T, ...]``, and ``logits(params,
-hidden_Bt, ctx)``, the logits ``[B, t, V]`` of any ``t`` of its tokens; and where tokens may be
-copied ``pointer(params, hidden, tokens_BT, ctx)``: the id that stands for copying and the arguments
-of :func:`jspeed.model.pointer.copies` but for the targets.
+``forward`` gives the logits of whole rows. With a large vocabulary a recipe gives ``hidden(params,
+tokens_BT, ctx)``, a tree of arrays ``[B, T, ...]``. Of that ``logits(params, hidden_Bt, ctx)`` are
+the logits ``[B, t, V]`` of any ``t`` of its tokens. Where tokens may be copied it gives
+``pointer(params, hidden, tokens_BT, ctx)``: the id that stands for copying and the arguments of
+:func:`jspeed.model.pointer.copies` but for the targets.
 """
 
 import math

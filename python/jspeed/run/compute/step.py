@@ -106,11 +106,11 @@ def train_step(
 ) -> tuple[State, dict[str, Any]]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
-    The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does
-    not depend on how rows are spread over devices and micro-batches. Each device all-gathers the
-    parameters in their compute dtype, works on its own rows, and keeps its shard of the summed
-    gradient; the optimizer then runs on sharded parameters. With a pipeline the micro-batches are
-    the pipeline's.
+    The loss is the (weighted) mean over all tokens of the batch. It is formed row by row, so that
+    it does not depend on how rows are spread over devices and micro-batches. Each device
+    all-gathers the parameters in their compute dtype, works on its own rows, and keeps its shard of
+    the summed gradient; the optimizer then runs on sharded parameters. With a pipeline the
+    micro-batches are the pipeline's.
 
     ``given`` are the rows that ``tokens`` name in each table of ``recipe.on_host``; their gradients
     come back beside the loss, as ``rows``.
