@@ -41,10 +41,10 @@ class ParamSpec:
     the name of the parameter whose initial value this one copies.
 
     A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its
-    rows, in one call of ``Context.fetch``, and only those that have been named are read or written
-    by its own optimizer (``Recipe.row_optimizers``). It may then be larger than what a gradient of
-    its size would leave room for. With ``on_host`` it is in no state and no program: the host gives
-    a step the rows that its tokens name (``Recipe.named_rows``), and updates them.
+    rows, in one call of ``Context.fetch``. Its own optimizer (``Recipe.row_optimizers``) reads and
+    writes only rows that have been named. It may then be larger than what a gradient of its size
+    would leave room for. With ``on_host`` it is in no state and no program: the host gives a step
+    the rows that its tokens name (``Recipe.named_rows``), and updates them.
 
     Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone
     reads, once, may be ``summed``: in fp32, each step adding the rows that its tokens name. Other

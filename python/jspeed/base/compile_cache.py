@@ -29,8 +29,8 @@ def use_compile_cache(planned: bool = False) -> None:
     is not worth a file, unless JAX's own variable (``MINIMUM``) says how long is.
 
     A folder that cannot be written is read, if it is there, and one line on stderr says why. An
-    entry that cannot be read, or not be written whole, is removed, with those of the programs of
-    its name, and one line says so; JAX then compiles and writes new ones.
+    entry that cannot be read, or not be written whole, is removed, with those of its name, and one
+    line says so; JAX then compiles and writes new ones.
     """
     if planned:
         use_no_compile_cache()

@@ -155,8 +155,8 @@ def xla_flags_fault(flags: str) -> str | None:
     """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes
     them.
 
-    Asked of XLA's own parser, which knows the flags of its release and has no other face than XLA's
-    first use, in a process of a third of a second. jaxlib 0.10 to 0.12.
+    Asked of XLA's own parser, which knows the flags of its release. Its only face is XLA's first
+    use, in a process of a third of a second. jaxlib 0.10 to 0.12.
     """
     code = "from jaxlib import xla_client; xla_client.CompileOptions()"
     asked = subprocess.run(

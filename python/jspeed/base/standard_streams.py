@@ -158,7 +158,7 @@ def interruptible() -> Iterator[None]:
 def without_logs() -> Iterator[None]:
     """Hide C++ log lines on a script's standard error, unless JSPEED_DEBUG is set.
 
-    JAX's CUDA plugin writes to the descriptor before its log level can be set, so the descriptor is
+    JAX's CUDA plugin writes to the descriptor before its log level can be set. So the descriptor is
     redirected while a plugin is loaded or started. Errors and other lines are printed at the end;
     after an exception, everything is.
     """

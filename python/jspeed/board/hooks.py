@@ -53,8 +53,8 @@ def draw(
 def parent_curve(
     run: Unsealed, records: Path = remarks.RECORDS
 ) -> tuple[str, list[tuple[float, float | None]]] | None:
-    """Return a label and the validation losses by timed seconds of the newest record of the parent
-    of ``run``, or of its own recipe where fields of that are set.
+    """Return a label and the validation losses by timed seconds of a newest record: the parent's of
+    ``run``, or, where fields are set, its own recipe's.
 
     None where there is no record on the same track of the same validation tokens, as in an
     installed package.

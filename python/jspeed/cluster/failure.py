@@ -7,8 +7,8 @@ and exit on their own, because the main thread may be blocked in a collective wh
 
 What JAX offers instead, tried with 0.10.2 on two processes of CPUs, one of them killed or stopped:
 
-- By default the survivor ends by SIGABRT after 13 to 32 lines of C++, the process that died among
-  them as a number or not at all: at once where process 0 was killed, else after
+- By default the survivor ends by SIGABRT after 13 to 32 lines of C++. The process that died is
+  among them as a number or not at all: at once where process 0 was killed, else after
   ``heartbeat_timeout_seconds``, also for a killed worker.
 - With ``jax_enable_recoverability`` process 0 is not told of a worker's death and waits for it
   without an end; the workers end by SIGABRT as before when process 0 dies.

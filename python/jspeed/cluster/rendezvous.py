@@ -1,7 +1,7 @@
 """Rendezvous before JAX starts: every process registers its rank with process 0 and receives the
 port of JAX's service.
 
-JAX's own service accepts any client: a second run on the same port kills the first, and a duplicate
+JAX's own service accepts any client: a second run on the same port kills the first. A duplicate
 rank or a wrong world size aborts or hangs all processes with a C++ stack trace. So JAX's service
 gets a reserved port, known only to registered processes, and the agreed port is free again
 afterwards. The connections stay open: they close when a process exits. No jax in here.

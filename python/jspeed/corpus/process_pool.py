@@ -1,9 +1,9 @@
 """An ordered process pool whose workers never outlive their parent.
 
 Why not ``concurrent.futures``: the workers of ProcessPoolExecutor outlive a killed parent, get
-Ctrl-C too, are waited for at the end, and import the user's script again, which fails without ``if
-__name__ == "__main__"``. Threads would run one at a time in ``encode`` of tokenizers, which holds
-Python's lock (tiktoken's does not), and in the reading of JSON.
+Ctrl-C too, and are waited for at the end. They import the user's script again, which fails without
+``if __name__ == "__main__"``. Threads would run one at a time in ``encode`` of tokenizers, which
+holds Python's lock (tiktoken's does not), and in the reading of JSON.
 
 A worker here is a plain child process with a pipe in each direction, served by a thread. Ctrl-C
 does not reach it (a session of its own), and it ends when its input pipe closes, whatever it is

@@ -19,8 +19,8 @@ def by_content_hash(
 
     Equal documents stay together. The split has ``fraction`` of the distinct documents, at least
     one and never all. Without a fraction it has 1 %, but not fewer than 32 or a tenth of all,
-    whichever is less, since a handful of documents is a noisy measure. Another seed picks others;
-    seed 0 takes the smallest hashes. Raises BadInput when there are not two distinct documents.
+    whichever is less: a handful of documents is a noisy measure. Another seed picks others; seed 0
+    takes the smallest hashes. Raises BadInput when there are not two distinct documents.
     """
     ranks = splitmix64(hashes, seed) if seed else hashes
     distinct = np.unique(ranks)

@@ -47,8 +47,8 @@ def overlap(
     training tokens.
 
     ``ranges`` are what was trained on, stored as ``dtype``. Equality is that of 64-bit polynomial
-    hashes, so that a false match has a chance of one in 10^5 or less for a whole training set.
-    About 70 ns a token on one core. Raises OSError when a shard cannot be read.
+    hashes. A false match has a chance of one in 10^5 or less for a whole training set. About 70 ns
+    a token on one core. Raises OSError when a shard cannot be read.
     """
     block = min(BLOCK, len(validation))
     count = len(validation) // block

@@ -132,8 +132,8 @@ def accuracy(model: Model, rows: np.ndarray) -> float:
     """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the argmax
     there.
 
-    Rows longer than the model's context are cut into rows of that length, and what is left over at
-    the end of each is not counted: the logits of a whole row would not fit in memory.
+    Rows longer than the model's context are cut into rows of that length. What is left over at the
+    end of each is not counted: the logits of a whole row would not fit in memory.
     """
     recipe, limit, choices = model.recipe, context_length(model.recipe), greedy_tokens(model)
     if (length := rows.shape[1] - 1) > limit:

@@ -81,8 +81,8 @@ def row_adam(
     makes, in fp32, of the rows of ``lists``, one after the other; rows from V on are left out.
     ``squares_S`` are the mean squares, already decayed; ``factors_4`` (fp32) are the share of the
     new ones, the rate, epsilon, and the share of a weight that it loses. A number that is not
-    finite makes NaN of the rows of all SUMS sums of its program, in all columns, as a row's mean
-    square counts them.
+    finite makes NaN of the rows of all SUMS sums of its program. It does so in all columns, as a
+    row's mean square counts them.
 
     Raises Refused as :func:`sum_rows` does.
     """

@@ -54,7 +54,7 @@ def find_documents(
     A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first
     document starts at 0 either way, so that a lane of n documents always fills n slots. When a lane
     has more than ``max_docs`` documents, or one of more than ``max_doc_len`` tokens, its last
-    offset is less than T, by which backends detect the overflow. The loader gives no such lanes in
+    offset is less than T. By this backends detect the overflow. The loader gives no such lanes in
     training (DocOverflowError).
 
     With ``cut`` every so many tokens of a document begin another one: attention does not cross

@@ -228,8 +228,9 @@ def row_keys(seed: int, step: jax.Array | int, first_row: jax.Array | int, rows:
     """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32
     ``[B, 2]``.
 
-    A key depends only on ``seed``, ``step`` and the row's index in the global batch, so it is the
-    same on any mesh and with any micro-batch (``Context.step``, ``Context.first_row``).
+    A key depends only on ``seed``, ``step`` and the row's index in the global batch
+    (``Context.step``, ``Context.first_row``). So it is the same on any mesh and with any
+    micro-batch.
     """
     at_step = jax.random.fold_in(key_of(seed), step)
     numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)

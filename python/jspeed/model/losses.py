@@ -102,8 +102,8 @@ def cross_entropy(
     sum; the loss is that of the first.
 
     Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in
-    the forward pass, while a chunk's logits exist, and the backward pass only scales them: no
-    matmul of the head is repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
+    the forward pass, while a chunk's logits exist. The backward pass only scales them: no matmul of
+    the head is repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
 
     The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by
     the largest, which the backward pass multiplies in. With equal weights, however small, a logit's

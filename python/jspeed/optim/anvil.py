@@ -45,7 +45,7 @@ def anvil(
 ) -> optax.GradientTransformation:
     """Update banks ``[..., in, out]`` (modded-nanogpt, record 92).
 
-    The blend M of both momenta becomes beta M + (1 - beta) G with beta = ``momentum(step)``, then
+    The blend M of both momenta becomes beta M + (1 - beta) G with beta = ``momentum(step)``. Then
     six maps make it nearly orthogonal and :func:`~jspeed.optim.normuon.scale_by_mean_square`
     equalises it. The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the
     bank). Weights shrink by ``weight_decay`` x ``learning_rate`` x that rate where the slow

@@ -321,8 +321,8 @@ def checksum(state: Any, sums: Sums | None = None) -> str:
     """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its
     sharding.
 
-    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so
-    that no change of a single element goes unseen. The devices compute them, by ``sums``, which was
+    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index. No
+    change of a single element goes unseen. The devices compute them, by ``sums``, which was
     compiled for such a state (:func:`sums_of`), if given; with several processes each must call
     this.
     """

@@ -117,10 +117,9 @@ def flops_per_token(recipe: Recipe, stage: Stage) -> float:
 
     The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, for the keys
     that the causal mask and the window leave. It counts them three times: forward, and two in the
-    backward pass.
-    It counts attention in every layer that ``attention_widths`` does not leave out, so also in the
-    one without it that r21, r29, r62, r89 and their children have: 0.8 % (r62, r89) to 1.8 % (r21)
-    too much.
+    backward pass. It counts attention in every layer that ``attention_widths`` does not leave out.
+    It does so in the one without it that r21, r29, r62, r89 and their children have: 0.8 % (r62,
+    r89) to 1.8 % (r21) too much.
     """
     windows = stage.windows or (None,) * recipe.layers
     pairs = zip(attention_widths(recipe), windows, strict=True)

@@ -13,8 +13,8 @@ from jspeed.retrieval.rows import Matches
 
 @dataclass(frozen=True)
 class Retrieval:
-    """A recipe's ``beside``: it is told of earlier steps which tokens followed the context up to
-    each position, in the documents that this run has trained on so far.
+    """A recipe's ``beside``: it is told which tokens followed the context up to each position, in
+    the documents that this run has trained on so far.
 
     The longest context of ``lengths`` (tokens, ascending) that occurred counts, by its ``recent``
     last occurrences; of the tokens that followed, the ``top`` most frequent are told.

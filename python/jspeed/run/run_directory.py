@@ -214,8 +214,8 @@ def create_and_lock(run_dir: Path, resume: bool) -> Lines:
 
 
 def check_same_without_checkpoint(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Raise :class:`BadInput` where ``run_dir`` holds files that are not known to be of an earlier
-    part of the run with this ``identity``, which would write them anew from step 0."""
+    """Raise :class:`BadInput` where ``run_dir`` holds files that this run would write anew from
+    step 0, and that may be of another one than ``identity``."""
     if not (names := existing_files(run_dir)):
         return
     path = run_dir / "config.json"

@@ -350,8 +350,8 @@ def compile_and_warm_up(
     saves: bool,
     tables: HostTables | None = None,
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
-    """Return the largest program that a device can run, the rows on the devices, the checksum of
-    the first state, and ``checked`` with the settings that could be compiled. Raises
+    """Return the largest program that a device can run, the rows on the devices, and the checksum
+    of the first state. Last is ``checked``, with the settings that could be compiled. Raises
     :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, checked.placement.mesh
     build = partial(saved_or_compiled, loaded, rows=len(rows)) if saves else None

@@ -150,8 +150,8 @@ def commits(records: Records) -> Iterator[Problem]:
 
 
 def append_only(records: Records, base: str) -> Iterator[Problem]:
-    """Yield every file of ``records`` that was there at the commit ``base`` and is not as it was,
-    and every run since then of which older code computed the score."""
+    """Yield every file of ``records`` that is not as it was at the commit ``base``, and every run
+    since then of which older code computed the score."""
     folder = records.folder
     before = files_at(folder, base)
     for row in records.rows:

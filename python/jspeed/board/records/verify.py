@@ -215,8 +215,8 @@ def weights(records: Records) -> Iterator[Problem]:
 
 
 def audits(records: Records, now: datetime) -> Iterator[Problem]:
-    """Every audit-HASH.json is beside the run that it names, found its loss again, and is of the
-    parameters that are kept for it, which are no other run's."""
+    """Every audit-HASH.json is beside the run that it names and found its loss again. It is of the
+    parameters that are kept for that run, and for no other."""
     beside = {(row.path.parent, row.run["sha256"]): row.run for row in records.rows}
     kept = {weights["run"]: weights["sha256"] for weights in records.weights.values()}
     audited: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Make preregistered runs: write plan.json before the first, then run each in a process of its own.
 
 Repeating the command continues an interrupted series: a run that has ended is not made again; one
-that was interrupted resumes from its checkpoint, or without one stays in the plan as a run without
+that was interrupted resumes from its checkpoint. Without one it stays in the plan as a run without
 a result, so that no seed can be chosen.
 """
 

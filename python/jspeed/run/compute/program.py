@@ -303,8 +303,8 @@ def fit(
 
 
 def check_state_fits(recipe: Recipe, placement: Placement, fields: Mapping[str, Any]) -> None:
-    """Raise :class:`BadInput` where parameters and optimizer alone are more than a device holds,
-    with the one of the recipe's ``fields`` that makes the largest parameter smaller.
+    """Raise :class:`BadInput` where parameters and optimizer are more than a device holds, with the
+    one of the recipe's ``fields`` that makes the largest parameter smaller.
 
     It takes a second, and to find it out from compiled steps takes an hour.
     """

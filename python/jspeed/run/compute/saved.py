@@ -1,5 +1,5 @@
-"""A run's programs as machine code, saved where they are first compiled, and loaded by the next
-start of the same run, which then neither traces nor compiles.
+"""A run's programs as machine code, saved where they are first compiled. The next start of the same
+run loads them, and neither traces nor compiles.
 
 An executable is a file, named by the text that it was compiled from and all else that machine code
 depends on. A list, for a recipe with its fields, data and devices, names the executables of a run.
@@ -214,8 +214,8 @@ def read(path: Path) -> Any:
 
 
 def make_room(folder: Path) -> None:
-    """Remove the files that were not used for longest, of this room's own and those that a killed
-    run left unfinished, until all are at most MOST bytes."""
+    """Remove files until all are at most MOST bytes: this room's own, and those that a killed run
+    left unfinished, first those unused for longest."""
     there = []
     for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f".*{SUFFIX}.*")):
         with suppress(OSError):  # another run may have removed it
