@@ -7,7 +7,7 @@ gets a reserved port, known only to registered processes, and the agreed port is
 afterwards. The connections stay open: they close when a process exits. No jax in here.
 
 Then JAX connects to its service through a proxy of this process (:func:`proxy`): where that
-connection breaks, JAX aborts at once, and through the proxy it only stops answering, which leaves
+connection breaks, JAX aborts at once. Through the proxy it only stops answering, which leaves
 :mod:`jspeed.cluster.failure` time to report the error and exit.
 """
 

@@ -55,8 +55,8 @@ def prepare_fineweb(
 
     They arrive in a hidden folder beside ``out``, are checked there, and are then renamed: whoever
     opens ``out`` sees complete shards only. Interrupted downloads resume. ``progress`` is told
-    bytes. Raises BadInput when ``out`` holds other data, when shards are missing without a network,
-    and for a file that always has the wrong size or hash. Raises NoRoom on a full disk.
+    bytes. Raises BadInput when ``out`` holds other data, shards are missing without a network, or a
+    file always has the wrong size or hash. Raises NoRoom on a full disk.
     """
     names, repository = shard_names(version, shards), VERSIONS[version].repository
     existing = _existing(out, version)

@@ -14,8 +14,7 @@ class Shuffle:
     such number.
 
     ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has
-    ``lane_len`` more after it in its shard, the last such one included, drawn with replacement. It
-    needs ``epochs=None``.
+    ``lane_len`` more after it in its shard, drawn with replacement. It needs ``epochs=None``.
     """
 
     seed: int = 0

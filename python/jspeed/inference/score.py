@@ -219,7 +219,7 @@ def hellaswag(model: Model, items: Sequence[Item]) -> Iterator[HellaSwag]:
     """Yield the counts so far as groups of items are scored.
 
     The standard scoring, as llm.c and build-nanogpt have it: the model reads context + " " +
-    ending, and chooses the ending whose tokens have the least total loss ("acc"), or the least mean
+    ending. It chooses the ending whose tokens have the least total loss ("acc"), or the least mean
     loss ("acc_norm").
     """
     tokenizer, scored, counts = model.tokenizer(), scorer(model), HellaSwag()

@@ -2,10 +2,10 @@
 and not as the lane.
 
 JAX and XLA give cuDNN a batch of all slots for documents, each as long as a lane. Of that size are
-the workspace of the backward pass, the softmax statistic and the number of thread blocks, nearly
-all of which find nothing to do: for record 29 29.2 GB and 442,000 blocks a layer. But cuDNN finds a
-document by where it starts in memory, whatever the rows of the arrays are. So lanes can be viewed
-as more and shorter rows: 1.2 GB and 18,000 blocks.
+the workspace of the backward pass, the softmax statistic and the thread blocks, of which nearly all
+find nothing to do: for record 29 29.2 GB and 442,000 blocks a layer. But cuDNN finds a document by
+where it starts in memory, whatever the rows of the arrays are. So lanes can be viewed as more and
+shorter rows: 1.2 GB and 18,000 blocks.
 """
 
 from functools import partial

@@ -46,8 +46,8 @@ def norm_and_rotate(
     Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded. Then
     channel c is rotated with channel c + F, F = K / 4 or K / 2. The angle is that of column h
     modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32). All is multiplied by ``factor_B``: 1, or NaN.
-    With ``look_back``, for F = K / 4, the second half of a key is that of the token before, at the
-    first token its own. Each head gets more channels up to ``padded``, a multiple of F: the bf16
+    With ``look_back``, for F = K / 4, the second half of a key is that of the token before; at the
+    first, its own. Each head gets more channels up to ``padded``, a multiple of F: the bf16
     ``tags_BTF`` if any, then zeros. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
 
     :func:`jspeed.model.positions.queries_and_keys` does the same in plain JAX.

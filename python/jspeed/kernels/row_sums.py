@@ -3,7 +3,7 @@
 
 XLA writes zeros in fp32, adds to them by atomics, and reads the sums in other passes. Here each
 program has a few neighbouring sums, whose rows are neighbours in a given order. It reads a block of
-them at a time, and multiplies it by the matrix of zeros and ones that says which row is of which
+them at a time. It multiplies that by the matrix of zeros and ones that says which row is of which
 sum; so a sum of many rows, such as the most frequent bigram's, is not added up row by row. Each row
 is read once, and sums stay in registers. An H200 has run these kernels.
 """

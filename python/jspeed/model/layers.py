@@ -105,8 +105,8 @@ def inverse_rms(x: jax.Array) -> jax.Array:
 def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Return ``weights`` x ``scale``, an fp32 scalar, in the dtype of ``weights``.
 
-    The same as scaling activations, without another pass over them or their gradients, and the
-    gradient of ``scale`` is a sum over weights instead of activations.
+    The same as scaling activations, without another pass over them or their gradients. The gradient
+    of ``scale`` is a sum over weights instead of activations.
     """
     return weights if scale is None else (weights.astype(jnp.float32) * scale).astype(weights.dtype)
 

@@ -30,7 +30,7 @@ def yarn(
     ``windows[-1]``: (angles, scale).
 
     At each step frequencies with fewer than ``slow`` rotations per old window are scaled by old /
-    new, those with more than ``fast`` are kept, others interpolated; the softmax scale grows by the
+    new; those with more than ``fast`` are kept, others interpolated; the softmax scale grows by the
     factor 1 + 0.2 log(new / old) (Peng et al. 2023, YaRN; modded-nanogpt, record 31).
     """
     for old, new in zip(windows, windows[1:], strict=False):

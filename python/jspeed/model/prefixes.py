@@ -34,8 +34,8 @@ def gpt2_classes(ordinary: int, size: int) -> NDArray[np.int32]:
     """Return for GPT-2's first ``ordinary`` tokens the first one of like text: int32 ``[size]``;
     others are themselves.
 
-    Texts are alike that are equal after NFKC and in lower case, without accents, with one blank for
-    several and none at either end (PR 375). Tokens that are not whole characters, or nothing but
+    Texts are alike that are equal after NFKC and in lower case, without accents (PR 375). Several
+    blanks are one, and none at either end. Tokens that are not whole characters, or nothing but
     accents, stay themselves. The table is stored beside this file; a test regenerates it.
     """
     with np.load(CLASSES) as file:

@@ -68,8 +68,8 @@ def count(
     ``targets_BT`` where ``weights_BT`` is above 0.
 
     A parameter whose gradient is added to it (:func:`optax.identity`) then counts how often each
-    token has been a target in all steps so far, on all devices. Counts are integers, exact in fp32
-    up to 2^24, so the order of summation does not matter.
+    token has been a target so far, on all devices. Counts are integers, exact in fp32 up to 2^24,
+    so the order of summation does not matter.
     """
     return total
 
@@ -121,8 +121,8 @@ def draw(
     81.1 % of the tokens; the 8,192 most frequent of 11.1 M other tokens are 86.0 %, and 5,290 of
     them 81.1 %; the most frequent of the first 0.5 M tokens, as many as ``fineweb-cpu`` trains on,
     84.1 %. With 1 in 14 of the others, a sample's partition sum has a relative standard deviation,
-    for ``fineweb-cpu`` at the end of its training. It is 4.0 % (at worst 70 %) with 8,192 by id,
-    0.7 % (6 %) with as many by frequency, and 1.2 % (10 %) with 5,290.
+    for ``fineweb-cpu`` at the end of its training. It is 4.0 % (at worst 70 %) with 8,192 by id;
+    0.7 % (6 %) with as many by frequency, 1.2 % (10 %) with 5,290.
     """
     scored = columns(vocabulary, exact, one_in)
     exact = min(exact, vocabulary)
@@ -213,10 +213,10 @@ def sampled_cross_entropy(
     estimated.
 
     ``head(rows_ND, x)`` gives the raw logits of any rows of ``head_VD``. A token's softmax is over
-    its targets, each through its own row and counted once, and over the sample's other tokens,
-    counted as often as the sample says: the partition sum is that of the whole vocabulary on
-    average over samples, whatever the targets. Its logarithm, the loss, and the gradient are ratios
-    of such averages: a little biased, by the order of the sum's relative variance.
+    its targets, each through its own row and counted once. It is also over the sample's other
+    tokens, counted as often as the sample says: the partition sum is that of the whole vocabulary
+    on average over samples, whatever the targets. Its logarithm, the loss, and the gradient are
+    ratios of such averages: a little biased, by the order of the sum's relative variance.
 
     Under differentiation as :func:`~jspeed.model.losses.cross_entropy`: gradients are formed in the
     forward pass, none of the size of tokens x columns is kept. The gradient of ``head_VD`` is

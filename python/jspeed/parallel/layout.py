@@ -31,9 +31,9 @@ class Layout:
     ``rules`` maps logical axes to mesh axes. Over each mesh axis an array is sharded along the
     first of the logical axes mapped to it that it has, if that divides; else it is replicated. With
     ``gather_per_layer`` a layer's parameters are gathered over ``data`` when the layer runs, and
-    again for its gradient, instead of all at the start of a step; with ``remat`` only a layer's
-    input is saved for its gradient, and the rest is recomputed; with ``scan`` the layers are one
-    loop of the compiled program, which is then no larger for many layers than for one.
+    again for its gradient: not all at the start of a step; with ``remat`` only a layer's input is
+    saved for its gradient, and the rest is recomputed; with ``scan`` the layers are one loop of the
+    compiled program, which is then no larger for many layers than for one.
     """
 
     rules: Mapping[str, str]

@@ -102,8 +102,8 @@ def empty_blocks(op: Instruction) -> int:
     """Thread blocks of a call of cuDNN's attention that find nothing to do, as many as take an SM
     to themselves.
 
-    A kernel has one for every tile of queries of every slot for a document, as if each were as long
-    as a row of the arrays; those of as many slots as there are rows have a token. Kernels: see
+    A kernel has one for every tile of queries of every document's slot, as if each were as long as
+    a row of the arrays; those of as many slots as there are rows have a token. Kernels: see
     EMPTY_KERNELS.
     """
     if op.target not in CUDNN:

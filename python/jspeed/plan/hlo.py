@@ -213,7 +213,7 @@ def buffers(text: str, at_least_bytes: int = 1) -> tuple[Buffer, ...]:
     first.
 
     Arguments are not among them. Two of them can share memory when they are not needed at the same
-    time, and an in-place update is listed although it writes into its operand: for the peak ask
+    time. An in-place update is listed although it writes into its operand: for the peak ask
     ``memory_analysis()``.
     """
     found = [

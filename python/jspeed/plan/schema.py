@@ -235,7 +235,7 @@ class Traffic(MicroBatch):
 
 class EvaluationPlan(TypedDict):
     """What ``--evaluation`` prints and writes; pairs of seconds are without the blocks of attention
-    that find nothing to do, and with as many as documents as long as rows would have."""
+    that find nothing to do, and with those of documents as long as rows."""
 
     recipe: str
     target: str

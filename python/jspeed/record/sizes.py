@@ -115,11 +115,11 @@ def flops_per_token(recipe: Recipe, stage: Stage) -> float:
     """Training FLOPs per token, forward and backward: 6 x active matmul parameters + 12 x width x
     keys seen, per layer.
 
-    The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, for the keys
-    that the causal mask and the window leave. It counts them three times: forward, and two in the
-    backward pass. It counts attention in every layer that ``attention_widths`` does not leave out.
-    It does so in the one without it that r21, r29, r62, r89 and their children have: 0.8 % (r62,
-    r89) to 1.8 % (r21) too much.
+    The attention term counts two matmuls (scores, values) of 2 x width FLOPs for each key that the
+    causal mask and the window leave. It counts them three times: forward, and two in the backward
+    pass. It counts attention in every layer that ``attention_widths`` does not leave out. It does
+    so in the one without it that r21, r29, r62, r89 and their children have: 0.8 % (r62, r89) to
+    1.8 % (r21) too much.
     """
     windows = stage.windows or (None,) * recipe.layers
     pairs = zip(attention_widths(recipe), windows, strict=True)

@@ -21,7 +21,7 @@ def number_of_cells(lengths: Sequence[int]) -> int:
 
 
 def cells(matches: Matches, lengths: Sequence[int]) -> jax.Array:
-    """Return the cell of every position, int32 ``[B, T]``: 0 where nothing was found, else by the
+    """Return the cell of every position, int32 ``[B, T]``: 0 where nothing was found; else by the
     length of the context, how often it occurred, and how large a share of that the first token has.
     """
     length_BT = _above(matches.lengths_BT, lengths)

@@ -159,8 +159,8 @@ def load(path: Path, masks: re.Pattern[str] = NOTHING) -> tuple[Tensors, dict[st
     """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or
     several.
 
-    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, or changed
-    since it was written, and for other numbers than floats of 16 bits or more. Tensors called as
+    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, or changed since
+    it was written. So it does for other numbers than floats of 16 bits or more. Tensors called as
     ``masks`` are left out.
     """
     tensors: Tensors = {}

@@ -70,8 +70,8 @@ def find(
     hold. ``sets`` are ``FIELD=VALUE`` texts; the file is read as if those lines held the new
     values, so everything derived from them follows. Without ``trace`` its functions are not tried,
     which takes seconds for a hundred layers. ``tokens``: what :func:`fit` found, for which the
-    fields must fit. Raises :class:`BadInput` for an unknown name, a file that fails, ends the
-    program or has no RECIPE, an unknown field or a value of another type.
+    fields must fit. Raises :class:`BadInput` for an unknown name or field, a value of another type,
+    and a file that fails, ends the program or has no RECIPE.
     """
     path = locate(os.path.expanduser(name_or_path))
     try:
@@ -141,10 +141,10 @@ def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> 
     """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a
     manifest).
 
-    If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs
-    where ``sets`` says nothing else, and it leaves its track; so do its lanes where it pads rows
-    and the data's are of another length. One without VOCAB stays as it is. Raises :class:`BadInput`
-    for a VOCAB of ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
+    If they are not the recipe's, its VOCAB (padded as before), BOS and PAD become theirs where
+    ``sets`` says nothing else, and it leaves its track; so do its lanes where it pads rows and the
+    data's are of another length. One without VOCAB stays as it is. Raises :class:`BadInput` for a
+    VOCAB of ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
     """
     data = loaded.recipe.data
     fields = loaded.fields

@@ -113,9 +113,9 @@ def open_run_directory(
     With ``--resume`` the newest whole checkpoint in it is looked for; it must be of a run with this
     ``identity``, and of no more steps than are asked for. Newer ones get another name.
 
-    Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, or it cannot be
-    written, holds a run, or is being written by one. So it does if checkpoints will be written and
-    not all processes see it.
+    Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, it cannot be
+    written, holds a run, or is being written. So it does if checkpoints will be written and not all
+    processes see it.
     """
     started = utc_now()
     moment = started.replace(":", "").replace("-", "")

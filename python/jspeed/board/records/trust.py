@@ -151,7 +151,7 @@ def commits(records: Records) -> Iterator[Problem]:
 
 def append_only(records: Records, base: str) -> Iterator[Problem]:
     """Yield every file of ``records`` that is not as it was at the commit ``base``, and every run
-    since then of which older code computed the score."""
+    since then that older code scored."""
     folder = records.folder
     before = files_at(folder, base)
     for row in records.rows:

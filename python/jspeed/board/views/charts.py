@@ -1,8 +1,8 @@
 """Figures of the page as inline SVG: records over time, loss over seconds, seeds against the
 target, time saved.
 
-Each is a pure function of the board's data, drawn 360 units wide to stay legible on phones, in the
-page's CSS colours, with an aria label.
+Each is a pure function of the board's data, with an aria label. It is drawn 360 units wide, to stay
+legible on phones, in the page's CSS colours.
 """
 
 import re

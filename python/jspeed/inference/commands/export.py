@@ -20,8 +20,8 @@ def export(
     """Write a trained model as a folder of safetensors.
 
     A GPT-2 (recipe gpt2) becomes what transformers' GPT2LMHeadModel and AutoTokenizer read. Every
-    other recipe becomes model.safetensors with the recipe's own names, config.json (recipe, its
-    hash and fields, tokenizer) and recipe.py, which sample, evaluate and run --init-from read.
+    other recipe becomes model.safetensors with its own names, config.json (recipe, its hash and
+    fields, tokenizer) and recipe.py, which sample, evaluate and run --init-from read.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), or an exported

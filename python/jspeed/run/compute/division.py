@@ -131,7 +131,7 @@ def cut(
     each piece scores, fp32 ``[B x pieces, P]``.
 
     The n-th piece begins with the last document that starts at or before n / ``pieces`` of the
-    lane, and every token is scored in one piece: 1, or 0. A lane with a document longer than
+    lane. Every token is scored in one piece: 1, or 0. A lane with a document longer than
     ``stage.max_doc_len``, which the loader never gives, has NaN instead, so that a lost token shows
     in the loss.
     """
@@ -229,8 +229,8 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
     once.
 
     They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are
-    taken at once, of which fewer need less at no cost, where a row is no longer than a chunk, and
-    in a pipeline.
+    taken at once, as fewer need less at no cost; where a row is no longer than a chunk; and in a
+    pipeline.
     """
     lanes = lanes_of_device(recipe, stage, mesh)
     if parts < lanes or mesh.shape.get("pipe", 1) > 1:
