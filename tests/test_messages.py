@@ -1,8 +1,8 @@
 """Every message of bad input says what to do, and the page on faults has a row that a search for it
 finds.
 
-Messages are read from the source: the first argument of each ``BadInput(...)``, with ``{}`` where
-it is filled in.
+Messages are read from the source: the text of each ``BadInput(...)``, and of each error of the
+loader in Rust, with ``{}`` where it is filled in.
 """
 
 import ast
@@ -14,9 +14,13 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [*sorted(ROOT.glob("python/jspeed/**/*.py")), ROOT / "Makefile"]
+RUST = sorted(ROOT.glob("rust/dataloader/**/src/*.rs"))
+SOURCES = [*sorted(ROOT.glob("python/jspeed/**/*.py")), *RUST, ROOT / "Makefile"]
 # Reasons that the preflight and the choice of a micro-batch put into a sentence of theirs.
 REASONS = {"Refused", "DoesNotFit"}
+OF_RUST = re.compile(
+    r'Error::(?:argument|new)\(\s*(?:Kind::\w+,\s*)?(?:&?format!\(\s*)?"((?:[^"\\]|\\.)*)"', re.S
+)
 PIECES = re.compile(r'" *\n\s*f?"')  # the border of two pieces of a text
 
 
@@ -60,6 +64,12 @@ def messages_of(tree: ast.Module, kinds: set[str], path: str) -> Iterator[Messag
             yield Message(text_of(node.args[0]), f"{path}:{node.lineno}", id(node) in caught)
 
 
+def messages_of_rust(text: str, path: str) -> Iterator[Message]:
+    for literal in OF_RUST.findall(text.partition("#[cfg(test)]")[0]):
+        said = re.sub(r"\\\n\s*", "", literal).replace('\\"', '"')
+        yield Message(re.sub(r"\{[^}]*\}", "{}", said), path, False)
+
+
 def all_messages() -> list[Message]:
     trees = {path: ast.parse(path.read_text()) for path in SOURCES if path.suffix == ".py"}
     classes = [
@@ -72,6 +82,8 @@ def all_messages() -> list[Message]:
         for path, tree in trees.items()
         for message in messages_of(tree, kinds, str(path.relative_to(ROOT)))
     ]
+    for path in RUST:
+        found += messages_of_rust(path.read_text(), str(path.relative_to(ROOT)))
     # with fewer words of its own a message passes on another's
     return [message for message in found if message.own_words >= 3]
 
@@ -98,7 +110,7 @@ def is_in(piece: str, text: str) -> bool:
 
 
 def test_every_message_says_what_to_do():
-    assert len(MESSAGES) > 300
+    assert len(MESSAGES) > 350 and sum(each.where.endswith(".rs") for each in MESSAGES) > 25
     assert [message for message in MESSAGES if not has_remedy(message)] == []
 
 
@@ -113,6 +125,7 @@ def test_a_search_for_any_message_finds_a_row():
 def test_every_row_is_of_a_message():
     """Word for word; Makefile and notes print some of them."""
     printed = "\n".join(PIECES.sub("", path.read_text()) for path in SOURCES)
+    printed += "\n".join(message.text for message in MESSAGES)
     for pieces, remedy in rows():
         assert len(remedy) > 20, remedy
         assert [piece for piece in pieces if not is_in(piece, printed)] == []
