@@ -28,8 +28,8 @@ def join() -> "AbstractContextManager[Processes]":
     The block comes before anything that asks JAX for devices. From there on ``sys.stdout`` of
     process 0 alone prints; standard error is every process's. All wait at the end of the block,
     where ``jax.distributed`` ends. An exception on one process, or ``sys.exit`` with a code other
-    than 0, ends all with one line that names it, also those inside a collective: they exit at once
-    and without clean-up, with the same code, which is 70 for an exception.
+    than 0, ends all with one line that names it. Those inside a collective exit at once too,
+    without clean-up, with the same code, which is 70 for an exception.
 
     The rank is found in the variables of ``jspeed launch``, torchrun, Slurm, Open MPI or
     Kubernetes. When they are incomplete, the others do not come, or JAX is in use already, one line

@@ -122,7 +122,7 @@ def misfits(value: Any, hint: Any, where: str = "") -> Iterator[tuple[str, str, 
     type ``hint``.
 
     ``hint`` is a type, a dataclass (its fields are checked too), ``X | None``, ``tuple[X, ...]``, a
-    Callable, a Mapping or a Literal, perhaps Annotated with :class:`Rule`. Every float must be
+    Callable, a Mapping or a Literal. It may be Annotated with :class:`Rule`. Every float must be
     finite; a bool is no number.
     """
     for place, wanted, found in _misfits(value, check_of(hint), where):

@@ -62,9 +62,8 @@ def rendezvous(
     Returns the port of process 0's service, and the connections: process 0 has one to each of the
     others, they have one to process 0.
 
-    Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or
-    another ``count``, and on process 0 when it cannot listen on ``port``. Only process 0's
-    ``service_port`` counts.
+    Raises :class:`BadInput` when they have not after ``seconds``, two give one ``index`` or another
+    ``count``, or process 0 cannot listen on ``port``. Only process 0's ``service_port`` counts.
     """
     return (
         _register(host, port, index, count, seconds)

@@ -33,7 +33,7 @@ def save(table: RowTable, path: Path) -> None:
     """Write ``table`` to ``path``, which has the old file or the new one, never a part.
 
     The file holds ``rows`` ``[n]``, ``weights`` ``[n, width]``, ``squares`` and ``updates`` ``[n]``
-    of the rows in use, in the order in which they came into use, and ``betas`` ``[updates]``.
+    of the rows in use, in the order in which they came. It holds ``betas`` ``[updates]`` too.
 
     Raises :class:`BadInput` where the file cannot be written, or another thread updated the table
     meanwhile.

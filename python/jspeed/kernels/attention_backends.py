@@ -2,8 +2,8 @@
 and what each is for.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
-``offsets_BO`` as in ``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT``
-as in ``Documents.ids``. Libraries are imported when called: none is needed to run elsewhere.
+``offsets_BO`` or ``ids_BT`` as in ``Documents``. In lanes that overflow ``offsets_BO``, queries are
+NaN. Libraries are imported when called: none is needed to run elsewhere.
 """
 
 from functools import partial

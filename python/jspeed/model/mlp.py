@@ -29,9 +29,9 @@ def mlp(
     With ``largest``, an fp32 scalar, both matmuls take e4m3 operands, and their gradients are in
     ``x``'s dtype. Scales are measured (current scaling) except the activation's, which is delayed:
     ``MARGIN`` x ``largest`` / 448, where ``largest`` is the parameter in which
-    :func:`jspeed.model.fp8.watch` keeps the amax of the step before, of ``share`` of the batch
-    (modded-nanogpt, records 84 and 89). ``x_largest``, if given, is a bound of |``x``| to use
-    instead of measuring it.
+    :func:`jspeed.model.fp8.watch` keeps the amax of the step before, of ``share`` of the batch.
+    So do records 84 and 89 of modded-nanogpt. ``x_largest``, if given, is a bound of |``x``| to
+    use instead of measuring it.
 
     With ``largest`` ``[3]``, fp32, gradients are FP8 matmuls too
     (:func:`jspeed.model.fp8.measured_matmul`): its second and third entries are the amax of the

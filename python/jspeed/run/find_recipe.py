@@ -142,7 +142,7 @@ def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> 
     manifest).
 
     If they are not the recipe's, its VOCAB (padded as before), BOS and PAD become theirs where
-    ``sets`` says nothing else, and it leaves its track; so do its lanes where it pads rows and the
+    ``sets`` says nothing else. It leaves its track; so do its lanes where it pads rows and the
     data's are of another length. One without VOCAB stays as it is. Raises :class:`BadInput` for a
     VOCAB of ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
     """

@@ -142,7 +142,7 @@ def check(function: Callable[..., Any], *arguments: Any, data: str | Sequence[st
     ``arguments`` are arrays, or ``jax.ShapeDtypeStruct`` with a sharding, or trees of them. A
     function that is jitted keeps the shardings that it states. ``data`` names the parameters of
     ``function`` whose first dimension is the batch: with it, weights on the batch's mesh axis are
-    told apart, which is FSDP under jit, and an error in a ``shard_map`` that does not gather them.
+    told apart. That is FSDP under jit, and an error in a ``shard_map`` that does not gather them.
 
     Raises :class:`BadInput` where ``data`` names no parameter, and what JAX raises for the
     function.

@@ -174,8 +174,8 @@ def causality_of_run(
     setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray, again: np.ndarray
 ) -> Verdict:
     """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before`` and ``again``,
-    with other ends by the program of all evaluations (:mod:`jspeed.run.evidence.causality`), what
-    the loader knows of them included."""
+    with other ends, by the program of all evaluations (:mod:`jspeed.run.evidence.causality`); what
+    the loader knows of them is included."""
     recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
     validation = to_devices(rows, program.eval_rows, recipe, mesh)
     validation.impossible = setup.validation.impossible
