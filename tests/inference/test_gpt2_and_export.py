@@ -511,7 +511,7 @@ def test_refuses_what_is_no_model(tmp_path):
     with pytest.raises(BadInput, match="cannot be read as safetensors"):
         export.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(BadInput, match="neither a run of jspeed nor a GPT-2"):
+    with pytest.raises(BadInput, match="neither; expected a run of jspeed or a GPT-2"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"activation_function": "relu"}))
     with pytest.raises(BadInput, match="activation_function is 'relu'"):

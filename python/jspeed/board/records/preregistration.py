@@ -67,8 +67,8 @@ def parse_seeds(text: str) -> list[int]:
         raise BadInput(f"--plan {text}: n={count[0]} but there are {number} seeds; make them agree")
     if number > MOST_RUNS or last > MOST_SEED:
         raise BadInput(
-            f"--plan {text}: {number} runs up to seed {last}; give at most {MOST_RUNS}, with seeds"
-            f" up to {MOST_SEED}"
+            f"--plan {text}: {number} runs up to seed {last}; give at most {MOST_RUNS} runs, with"
+            f" seeds up to {MOST_SEED}"
         )
     return list(range(first, last + 1))
 
