@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from .test_docs import sentences
+
 ROOT = Path(__file__).parents[1]
 RUST = sorted(ROOT.glob("rust/dataloader/**/src/*.rs"))
 SOURCES = [*sorted(ROOT.glob("python/jspeed/**/*.py")), *RUST, ROOT / "Makefile"]
@@ -112,6 +114,11 @@ def is_in(piece: str, text: str) -> bool:
 def test_every_message_says_what_to_do():
     assert len(MESSAGES) > 350 and sum(each.where.endswith(".rs") for each in MESSAGES) > 25
     assert [message for message in MESSAGES if not has_remedy(message)] == []
+
+
+def test_no_sentence_of_a_message_has_more_than_twenty_five_words():
+    counted = [(message, each) for message in MESSAGES for each in sentences(message.text)]
+    assert [(message, each) for message, each in counted if len(each.split()) > 25] == []
 
 
 def test_a_search_for_any_message_finds_a_row():

@@ -26,8 +26,8 @@ GPU_OPTIONS: dict[str, Any] = {
     # is a cast from FP8, it multiplies in bf16. Record 29's head has three FP8 matmuls without and
     # none with them. cuBLASLt has the rest.
     "xla_gpu_enable_triton_gemm": False,
-    # Else matmuls that read the same array become one where operands and result of either are small
-    # (jaxlib 0.10.2 merges what 64 MB here merges, and not what 32 does), and that one multiplies
+    # Else matmuls that read the same array become one where operands and result of either are
+    # small: jaxlib 0.10.2 merges what 64 MB here merges, and not what 32 does. That one multiplies
     # FP8 values in bf16: 28 of 89 FP8 matmuls of r92's first stage.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }

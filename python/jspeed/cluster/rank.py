@@ -224,8 +224,8 @@ def _require_agreement(
             raise BadInput(
                 f"{', '.join(present)} set without {', '.join(missing)} (unset or empty): this may"
                 " be one of several processes; start it by a launcher that sets all (jspeed"
-                " launch, torchrun, srun), give --coordinator HOST:PORT --processes N --process-id"
-                f" I, or unset {', '.join(present)} to run one process"
+                " launch, torchrun, srun); or give --coordinator HOST:PORT --processes N"
+                f" --process-id I; to run one process, unset {', '.join(present)}"
             )
         for name, its in ((names.rank, source.rank), (names.size, source.size)) if source else ():
             if name in env and _integer(env, name, 0) != _integer(env, its, 0):

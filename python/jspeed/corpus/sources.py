@@ -17,9 +17,9 @@ from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
 
-# Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter,
-# turtledemo, ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils)
-# and test suites.
+# Test suites, and folders that some versions of Python do not have (lib2to3, distutils). Linux
+# distributions put others in packages of their own, drop or move them (idlelib, tkinter,
+# turtledemo, ensurepip, macholib).
 EXCLUDED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo"
     " ensurepip macholib lib2to3 distutils".split()
@@ -47,11 +47,11 @@ def stdlib_root() -> Path:
 def stdlib_files() -> list[tuple[str, int]]:
     """Return (relative POSIX path, bytes) of the standard library's ``.py`` files, sorted by path.
 
-    Empty files are skipped. So that the data of two distributions resemble each other, three things
-    are left out: test suites, folders that distributions split off, drop or move
-    (``EXCLUDED_FOLDERS``), and files made for one machine or distribution (``EXCLUDED_FILES`` and
-    names that begin with ``EXCLUDED_PREFIXES``). Raises BadInput when nothing is left, as for an
-    interpreter that keeps its library in a zip file.
+    Empty files are skipped. So that the data of two distributions resemble each other, test suites
+    are left out, and folders that distributions split off, drop or move (``EXCLUDED_FOLDERS``). So
+    are files made for one machine or distribution (``EXCLUDED_FILES``, ``EXCLUDED_PREFIXES``).
+    Raises BadInput when nothing is left, as for an interpreter that keeps its library in a zip
+    file.
     """
     root = stdlib_root()
     sources = []

@@ -178,7 +178,7 @@ def test_a_micro_batch_may_be_a_piece():
     with pytest.raises(
         BadInput,
         match=(
-            "or in pieces that document borders allow; give one of 4, 8, 16, 32, 64, 128, 256, 512"
+            "or pieces that document borders allow, need one of 4, 8, 16, 32, 64, 128, 256, 512"
         ),
     ):
         division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), 48)

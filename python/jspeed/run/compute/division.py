@@ -91,8 +91,8 @@ def micro_batches(
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)}"
             f" tokens ({recipe.lanes} lanes of {stage.lane_len}) is not a multiple of"
-            f" {mesh.shape['data']} devices x {micro_batch} tokens in whole lanes, or in pieces"
-            f" that document borders allow; give one of {sizes}"
+            f" {mesh.shape['data']} devices x {micro_batch} tokens; whole lanes, or pieces that"
+            f" document borders allow, need one of {sizes}"
         )
     return (own // micro_batch,)
 
