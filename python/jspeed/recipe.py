@@ -129,8 +129,8 @@ class Context:
     the layout puts in its place.
     In training ``step`` is the number of steps before this one and ``first_row`` the global index
     of this micro-batch's first row (int32 scalars); random keys derive from both
-    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step
-    modulo ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split).
+    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh.
+    ``pieces``: into how many pieces each lane is split (1: not split).
     ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
     ``fetch(table, ids, kernel=None)`` looks up rows of a table with a ``row`` axis, on any
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
@@ -146,7 +146,6 @@ class Context:
     fp8: str = "emulated"
     kernels: Mapping[str, Kernel] | None = None
     blocks: Callable[..., Any] = run_blocks
-    phase: int = 0
     step: jax.Array | int = 0
     first_row: jax.Array | int = 0
     pieces: int = 1

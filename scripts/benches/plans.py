@@ -54,12 +54,22 @@ BEFORE = {
     "llmc": "2,968", "track3": "", "r21": "363", "r29": "166", "r62": "104", "r89": "81.4",
     "r92": "41.0", "jspeed3": "34.1", "jspeed3 with retrieval": "28.5 (848 steps)",
 }  # fmt: skip
-# Shares of r92's steps that jspeed3 needs: measured at full size (PR 379, the pointer, n = 8),
+# Shares of r92's steps that jspeed3 needs: measured at full size, its pointer (PR 379: 1,050 of
+# 1,194 steps, n = 8) and its classes of tokens (PR 375: 15 fewer of 1,194, n = 7), each by itself;
 # and what races at width 128 allow (benchmarks/quality.md).
+POINTER, CLASSES = 1050 / 1194, 1179 / 1194
 STEPS = {
-    "jspeed3": {"at full size (PR 379)": 0.88, "races at width 128, the recipe": 0.86},
-    "jspeed3 with retrieval": {"at full size, the pointer alone": 0.88, "races at width 128": 0.71},
-}
+    "jspeed3": {
+        "at full size, its pointer (PR 379) and its classes (PR 375), as if they multiply":
+            POINTER * CLASSES,
+        "at full size, its pointer alone": POINTER,
+        "races at width 128, the recipe": 0.86,
+    },
+    "jspeed3 with retrieval": {
+        "at full size, without what retrieval saves": POINTER * CLASSES,
+        "races at width 128": 0.71,
+    },
+}  # fmt: skip
 
 
 def plans(only: str | None = None) -> None:
@@ -328,7 +338,7 @@ def page(figures: Mapping[str, Any]) -> Iterator[str]:
         for why, share in shares.items() if name in figures else ():
             total = seconds(figures, name).ms * share * seconds(figures, "r92").steps / 1e3
             low, high = predict.predicted_range(total, h100)
-            yield f"| `{name}` | {share}: {why} | {total:.1f} ({low:.1f} to {high:.1f}) |"
+            yield f"| `{name}` | {share:.3g}: {why} | {total:.1f} ({low:.1f} to {high:.1f}) |"
     yield from ("", "| other | seconds | ms a step |", "|---|---|---|")
     for name in PROGRAMS:
         if name in figures and (", one" in name or ", eight" in name):

@@ -223,7 +223,7 @@ def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, 
     params = moved_parameters(recipe)
 
     def results(backend):
-        ctx = Context(stage, True, attention=backend, phase=recipe.period - 1)
+        ctx = Context(stage, True, attention=backend)
         gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(
             params, tokens
         )

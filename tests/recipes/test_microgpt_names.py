@@ -150,7 +150,7 @@ def test_two_thousand_steps_on_names(tmp_path):
         "--no-progress",
         "--no-sample",
     ]
-    code, _, err = ended([start(tmp_path, optimized, *words)], 600)[0]
+    code, _, err = ended([start(tmp_path, optimized, *words)], 1800)[0]
     assert code == 0, err
     losses = list(metrics(tmp_path / "run").values())
     assert len(losses) == 2000

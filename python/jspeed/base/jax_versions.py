@@ -14,8 +14,9 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -97,6 +98,62 @@ def reserve_workspace(lowered: Any, bytes_of: Callable[[int, int, int, int], int
                     )
 
     visit(lowered.compiler_ir("stablehlo").operation)
+
+
+@cache
+def lower_kernels_once() -> "weakref.WeakKeyDictionary[Any, dict[Any, Any]]":
+    """Keep what JAX lowers a Pallas kernel for a GPU to, and take it where the same jaxpr is
+    lowered again, in another program.
+
+    A kernel becomes one custom call, which is kept as text, for as long as the jaxpr lives. What is
+    no single call of the operands in their order is lowered each time. Returns what is kept: of
+    each jaxpr, by all that it was lowered with. JAX 0.10 to 0.12: two primitives, whose rules are
+    private.
+    """
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def once(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
+            module = ctx.module_context
+            jaxpr = params["jaxpr"] if "jaxpr" in params else params["jaxprs"][0]
+            others = [each for name, each in params.items() if name not in ("jaxpr", "jaxprs")]
+            context = tuple(module.platforms), repr(module.axis_context), ctx.avals_in
+            calls = kept.setdefault(jaxpr, {})
+            key = str(context), tuple(map(id, others))
+            if key in calls:
+                types, attributes, _ = calls[key]
+                return ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[ir.Type.parse(each) for each in types],
+                    operands=operands,
+                    attributes={n: ir.Attribute.parse(text) for n, text in attributes.items()},
+                ).results
+            results = [*rule(ctx, *operands, **params)]
+            call = results[0].owner if results and isinstance(results[0], ir.Value) else None
+            if (
+                isinstance(call, ir.OpView | ir.Operation)
+                and call.operation.name == "stablehlo.custom_call"
+                and [*call.operation.operands] == [*operands]
+                and [*call.operation.results] == results
+            ):
+                types = [str(each.type) for each in results]
+                named = call.operation.attributes  # iterates over pairs, or names
+                names = [getattr(each, "name", each) for each in named]
+                attributes = {name: str(named[name]) for name in names}
+                calls[key] = types, attributes, others  # they live as long as their numbers
+            return results
+
+        return lowered
+
+    for file, name in (("pallas_call", "pallas_call_p"), ("mpmd", "mpmd_map_p")):
+        with suppress(ImportError, AttributeError, KeyError):
+            primitive = getattr(importlib.import_module(f"jax._src.pallas.{file}"), name)
+            rules = importlib.import_module("jax._src.interpreters.mlir")._lowerings
+            mlir.register_lowering(primitive, once(rules[primitive].rule))
+    return kept
 
 
 def loaded_cudnn() -> tuple[int, int, int] | None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from jspeed.base.jax_versions import lower_kernels_once
 from jspeed.errors import BadInput, first_line
 
 FOLDER = "jspeed.kernels"
@@ -163,6 +164,7 @@ def backends() -> Mapping[str, Backend]:
 
 def own_kernel(name: str) -> OwnKernel:
     """Return an own kernel. Raises ImportError where this JAX lacks what it needs."""
+    lower_kernels_once()
     return next(one for one in _file(import_module(FOLDER).OWN[name]).OWN if one.name == name)
 
 
@@ -183,7 +185,7 @@ def available(chip: Chip, attending: Attending) -> Available:
         lacking = f"this JAX has no {next(iter(broken.values()))}: without {without}"
     return Available(
         (*(name for name in suited if name not in broken), "xla"),
-        frozenset(names) - broken.keys(),
+        names.difference(broken),
         lacking,
     )
 

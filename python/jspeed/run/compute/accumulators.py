@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jspeed.model.layers import Summed
 from jspeed.parallel.layout import owned, partitions, sharded_dim
 from jspeed.parallel.lazy_table import Pending, pending, sink_size
-from jspeed.recipe import Context, ParamSpec, Recipe, Stage, leaves, map_specs
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, map_specs
 
 Carry = dict[str, dict[str, Any]]
 
@@ -81,7 +81,7 @@ def without_carry(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in state.items() if name != "carry"}
 
 
-def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
+def load(recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any) -> Any:
     """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first
     step after an update.
 
@@ -89,20 +89,22 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     gradients, then zeros.
     """
     kept = {
-        path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0
+        path: old
+        for path, old in carried.get("whole", {}).items()
+        if _age(recipe, stage, phase, path) > 0
     }
     copies = by_path(recipe, whole) | kept
     for path, spec in leaves(recipe.parameters):
         if spec.summed:
             sums = jnp.zeros(spec.shape, jnp.float32)
-            if carried and _age(recipe, ctx, path) > 0:
+            if carried and _age(recipe, stage, phase, path) > 0:
                 sums = carried["sums"][path][0]
             copies[path] = Summed(copies[path], sums)
     return from_paths(recipe, copies)
 
 
 def accumulate(
-    recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any
+    recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any, grads: Any
 ) -> tuple[Any, Carry]:
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update;
     the next carry).
@@ -117,8 +119,8 @@ def accumulate(
     for path, spec in leaves(recipe.parameters):
         if spec.every == 1 or spec.on_host:
             continue
-        age, old = _age(recipe, ctx, path), sums[path]
-        due = age == spec.updated_after(ctx.stage) - 1
+        age, old = _age(recipe, stage, phase, path), sums[path]
+        due = age == spec.updated_after(stage) - 1
         if spec.lookups:
             # the same in all steps of a stage
             size = min(len(summed[path].rows_R2), old[0].rows_R.shape[-1])
@@ -194,9 +196,9 @@ def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
     )
 
 
-def _age(recipe: Recipe, ctx: Context, path: str) -> int:
+def _age(recipe: Recipe, stage: Stage, phase: int, path: str) -> int:
     """Steps since a parameter's last update."""
-    return ctx.phase % dict(leaves(recipe.parameters))[path].updated_after(ctx.stage)
+    return phase % dict(leaves(recipe.parameters))[path].updated_after(stage)
 
 
 def _carry(

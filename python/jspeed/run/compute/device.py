@@ -59,13 +59,15 @@ class Placement:
     sharded by ``layout``.
 
     ``micro_batches``: for the recipe of a run (:func:`jspeed.run.compute.division.place`), the
-    numbers of micro-batches that a step of each stage is tried with, in order.
+    numbers of micro-batches that a step of each stage is tried with, in order. ``traces`` keeps
+    what steps of several phases have in common (:func:`.gradients.traced_once`).
     """
 
     mesh: Mesh
     layout: str
     device: Device
     micro_batches: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+    traces: dict[Any, Any] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple[int, ...]:

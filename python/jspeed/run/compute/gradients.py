@@ -6,12 +6,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from jspeed.base.beside import split
 from jspeed.parallel import lazy_table
 from jspeed.recipe import Context, ParamSpec, Recipe, map_specs
 from jspeed.run.compute import division
 from jspeed.run.compute.host_tables import Rows, with_given
+
+
+def traced_once(traces: dict[Any, Any], key: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``, by the equations that ``traces`` has of it, if it has.
+
+    A function of the same ``key`` and shapes of ``args`` is traced once, which takes longer than
+    its equations. It may depend on no other array.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return function(*args)
+    arrays, tree = jax.tree.flatten(args)
+    key = key, tree, tuple(map(jax.typeof, arrays))
+    if key not in traces:
+        equations, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        traces[key] = equations, jax.tree.structure(shapes), function  # what its key names lives
+    equations, result, _ = traces[key]
+    return jax.tree.unflatten(result, jaxpr_as_fun(equations)(*arrays))
 
 
 def gradients(

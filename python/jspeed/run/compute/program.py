@@ -155,6 +155,7 @@ def compile_program(
         return fit(recipe, placement, *job, stop=stop, inside=inside["step"], build=build)
 
     done = compile_all(compile_one, unlike, placement.device)
+    placement.traces.clear()
     fitted = [done[unlike.index(job)] for job in jobs]
     last, every = fitted[-1], [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
@@ -232,9 +233,7 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
         return jax.device_put(init_state(recipe, jnp.uint32(seed), layout, mesh), shardings)
 
     def step(stage: Stage, parts: int, phase: int) -> StepProgram:
-        return partial(
-            train_step, recipe, step_context(recipe, stage, device, phase), placement, parts
-        )
+        return partial(train_step, recipe, step_context(stage, device), placement, parts, phase)
 
     stages = zip(recipe.stages, placement.parts, strict=True)
     steps = tuple(tuple(step(*each, phase) for phase in range(recipe.period)) for each in stages)
@@ -346,14 +345,15 @@ def trace_step(
     ``head_chunk`` is that of :class:`Context`.
     """
     mesh, layout = placement.mesh, placement.layout
-    ctx = replace(step_context(recipe, stage, placement.device, phase), head_chunk=head_chunk)
+    ctx = replace(step_context(stage, placement.device), head_chunk=head_chunk)
+    phase %= recipe.period
     state, shardings = state_shardings(recipe, layout, mesh)
     shape = recipe.lanes, recipe.row_words(stage.lane_len)
     tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
     given = given_shapes(recipe, recipe.lanes, stage.lane_len, mesh)
 
     def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, dict[str, Any]]:
-        return train_step(recipe, ctx, placement, parts, state, tokens, *given)
+        return train_step(recipe, ctx, placement, parts, phase, state, tokens, *given)
 
     metrics = {"loss": replicated(mesh)} | ({"rows": batch_rows(mesh)} if given else {})
 
@@ -368,12 +368,10 @@ def trace_step(
     return jitted.trace(state, tokens, *given)
 
 
-def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
-    """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's
-    period."""
+def step_context(stage: Stage, device: Device) -> Context:
+    """What a training step of ``stage`` runs in."""
     kernels = {name: own_kernel(name).kernel for name in device.own_kernels}
-    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, kernels=kernels)
-    return replace(ctx, phase=phase % recipe.period)
+    return Context(stage, True, attention=device.attention, fp8=device.fp8, kernels=kernels)
 
 
 def lower_evaluation(

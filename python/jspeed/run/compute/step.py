@@ -42,7 +42,7 @@ from jspeed.recipe import (
 )
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.gradients import gradients
+from jspeed.run.compute.gradients import gradients, traced_once
 from jspeed.run.compute.host_tables import Rows, with_given
 from jspeed.run.compute.score import Measure, losses
 
@@ -100,11 +100,13 @@ def train_step(
     ctx: Context,
     placement: Placement,
     parts: int,
+    phase: int,
     state: State,
     tokens: jax.Array,
     given: Rows | None = None,
 ) -> tuple[State, dict[str, Any]]:
-    """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
+    """One update on one global batch, its gradient accumulated over ``parts`` micro-batches;
+    ``phase`` is the step's number modulo the recipe's period.
 
     The loss is the (weighted) mean over all tokens of the batch. It is formed row by row, so that
     it does not depend on how rows are spread over devices and micro-batches. Each device
@@ -128,7 +130,13 @@ def train_step(
         ctx = replace(ctx, layer=jax.checkpoint)
     parts = 1 if "pipe" in mesh.shape else parts
 
-    due = accumulators.number_due(recipe, ctx.stage, ctx.phase)
+    key = id(recipe), mesh, layout, placement.device, ctx.stage, parts, ctx.head_chunk
+
+    def gradients_at(place: tuple[jax.Array, jax.Array], *arrays: Any) -> Any:
+        now = replace(ctx, step=place[0], first_row=place[1])
+        return gradients(recipe, now, parts, *arrays)
+
+    due = accumulators.number_due(recipe, ctx.stage, phase)
 
     def on_device(
         params: Any,
@@ -138,17 +146,18 @@ def train_step(
         tokens: jax.Array,
         given: Rows,
     ) -> tuple[Any, accumulators.Carry, Any, jax.Array, Rows]:
-        now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
-        whole = accumulators.load(
-            recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later)
+        gathered = gather_parameters(recipe, gather, params, cuts, later)
+        whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
+        place = step, device_of_rows(mesh) * tokens.shape[0]
+        grads, row_losses, of_given = traced_once(
+            placement.traces, key, gradients_at, place, weight, whole, tokens, given
         )
-        grads, row_losses, of_given = gradients(recipe, now, parts, weight, whole, tokens, given)
-        grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
+        grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce_gradient(mesh, grad, cut, done)
 
-        tables, rows = lazy_updates(recipe, now, mesh, cuts, due, whole, grads, rows)
+        tables, rows = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, rows)
         arrays = [without_lazy(recipe, tree) for tree in (grads, cuts, later)]
         specs = without_lazy(recipe, recipe.parameters)
         return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses, of_given
@@ -172,7 +181,7 @@ def train_step(
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
     params = optax.apply_updates(old, updates)
     params = accumulators.from_paths(recipe, accumulators.by_path(recipe, params) | tables)
-    steps = accumulators.steps_of(recipe, ctx.stage, ctx.phase) if recipe.averages else ()
+    steps = accumulators.steps_of(recipe, ctx.stage, phase) if recipe.averages else ()
     means = averages.after_step(recipe.averages, state["means"], params, state["step"], steps)
     done = State(
         params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means
