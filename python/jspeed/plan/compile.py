@@ -126,7 +126,7 @@ def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:
 
     compiled = {job: job for job in jobs}  # whose program a job has
     # Lowering is single-threaded; XLA compiles in the pool meanwhile.
-    with pretend(placement.cluster.target), ThreadPoolExecutor(cores()) as pool:
+    with pretend(placement.cluster.target), ThreadPoolExecutor(cores() + 1) as pool:
         building = {members[-1]: pool.submit(build, members[-1]) for members in groups.values()}
         for *others, last in groups.values():
             if others and differ_in_windows(

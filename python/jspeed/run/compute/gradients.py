@@ -1,5 +1,6 @@
 """Gradients of one device's rows of a batch, over micro-batches."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,21 +15,25 @@ from jspeed.recipe import Context, ParamSpec, Recipe, map_specs
 from jspeed.run.compute import division
 from jspeed.run.compute.host_tables import Rows, with_given
 
+TRACING = threading.Lock()
+
 
 def traced_once(traces: dict[Any, Any], key: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, by the equations that ``traces`` has of it, if it has.
 
     A function of the same ``key`` and shapes of ``args`` is traced once, which takes longer than
-    its equations. It may depend on no other array.
+    its equations, also where threads ask at once. It may depend on no other array.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return function(*args)
     arrays, tree = jax.tree.flatten(args)
     key = key, tree, tuple(map(jax.typeof, arrays))
-    if key not in traces:
-        equations, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        traces[key] = equations, jax.tree.structure(shapes), function  # what its key names lives
-    equations, result, _ = traces[key]
+    with TRACING:
+        if key not in traces:
+            equations, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            # the function lives, and with it what its key names
+            traces[key] = equations, jax.tree.structure(shapes), function
+        equations, result, _ = traces[key]
     return jax.tree.unflatten(result, jaxpr_as_fun(equations)(*arrays))
 
 
