@@ -62,7 +62,8 @@ impl TokenLoader {
         let config = || {
             let stages = stages(schedule, lane_len, max_doc_len, max_docs)?;
             let lanes = in_range("lanes", lanes, 1, MOST)?;
-            let mut config = core::Config::new(lanes, core::Order::plain(align)?, stages);
+            let order = order(align, shuffle, &stages)?;
+            let mut config = core::Config::new(lanes, order, stages);
             config.bos_id = in_range("bos_id", bos_id, 0, catalog.width().largest().into())?;
             config.process_count = in_range("process_count", process_count, 1, MOST)?;
             config.process_index = in_range("process_index", process_index, 0, process_count - 1)?;
@@ -72,10 +73,11 @@ impl TokenLoader {
                 .map(|size| in_range("vocab_size", size, 1, u32::MAX.into()))
                 .transpose()?;
             config.prefetch = in_range("prefetch", prefetch, 0, MOST)?;
-            config.backend = core::Backend::named(backend)?;
-            if let Some(Shuffle { seed, block_tokens, unit }) = shuffle {
-                config.shuffle(seed, &unit, block_tokens)?;
-            }
+            config.backend = match backend {
+                "mmap" => core::Backend::Map,
+                "pread" => core::Backend::Pread,
+                _ => return Err(no_word("backend", "\"mmap\" or \"pread\"", backend)),
+            };
             Ok(config)
         };
         let config = config().map_err(|error| raise(py, &error))?;
@@ -210,6 +212,49 @@ fn stages(
         core::Stage::new(Some(stage.steps), stage.lane_len, stage.max_doc_len, stage.max_docs)
     };
     schedule.into_iter().map(stage).collect()
+}
+
+/// The order that `align` and `shuffle` name.
+fn order(
+    align: Option<&str>,
+    shuffle: Option<Shuffle>,
+    stages: &[core::Stage],
+) -> Result<core::Order, core::Error> {
+    let plain = match align {
+        Some("bos") => core::Order::Documents,
+        None => core::Order::Contiguous,
+        Some(other) => return Err(no_word("align", "\"bos\" or None", other)),
+    };
+    let Some(Shuffle { seed, block_tokens, unit }) = shuffle else { return Ok(plain) };
+    let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
+    let shuffled = match (unit.as_str(), block_tokens) {
+        ("block", block) => {
+            let block = block.map(|block| in_range("block_tokens", block, 1, MOST)).transpose()?;
+            let block_tokens = block.unwrap_or_else(|| core::smallest_block(stages));
+            core::Order::Blocks { seed, block_tokens }
+        }
+        ("window", None) => core::Order::Windows { seed },
+        ("window", Some(block)) => {
+            return Err(core::Error::argument(format!(
+                "Shuffle has block_tokens={block} beside unit=\"window\", which takes no blocks; \
+                 drop one of the two"
+            )));
+        }
+        _ => return Err(no_word("the unit of Shuffle", "\"block\" or \"window\"", &unit)),
+    };
+    if plain == core::Order::Documents {
+        return Err(core::Error::argument(format!(
+            "Shuffle(unit=\"{unit}\") needs align=None but align is \"bos\", which starts lanes \
+             at documents; drop one of the two"
+        )));
+    }
+    Ok(shuffled)
+}
+
+fn no_word(what: &str, choices: &str, given: &str) -> core::Error {
+    core::Error::argument(format!(
+        "{what} should be {choices} but is \"{given}\"; choose one of the two"
+    ))
 }
 
 /// The shards that `open_shards` returned.

@@ -182,10 +182,11 @@ impl Batch {
     /// When they do not fit.
     pub(crate) fn copy(&mut self, row: usize, at: usize, tokens: Tokens<'_>) {
         let Shape { lane_len, width, .. } = self.shape;
-        assert!(at + tokens.len() <= lane_len + 1);
-        let (start, bytes) = (width.bytes() * (row * (lane_len + 1) + at), tokens.as_bytes());
+        let (row_bytes, bytes) = (width.bytes() * (lane_len + 1), tokens.as_bytes());
         let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut self.memory);
-        memory[start..start + bytes.len()].copy_from_slice(bytes);
+        let line = &mut memory[row * row_bytes..(row + 1) * row_bytes];
+        let start = width.bytes() * at;
+        line[start..start + bytes.len()].copy_from_slice(bytes);
     }
 
     /// Set the offsets of one row from the ends of its documents.

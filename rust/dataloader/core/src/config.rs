@@ -66,20 +66,6 @@ pub enum Order {
 }
 
 impl Order {
-    /// The order that `align`, `"bos"` or `None`, names without a shuffle.
-    ///
-    /// # Errors
-    /// `align` is another word.
-    pub fn plain(align: Option<&str>) -> Result<Self, Error> {
-        match align {
-            Some("bos") => Ok(Self::Documents),
-            None => Ok(Self::Contiguous),
-            Some(other) => Err(Error::argument(format!(
-                "align should be \"bos\" or None but is \"{other}\"; choose one of the two"
-            ))),
-        }
-    }
-
     /// Whether it takes tokens of all shards at once, not of one after the other.
     pub fn mixes_shards(self) -> bool {
         matches!(self, Self::Blocks { .. } | Self::Windows { .. })
@@ -94,22 +80,6 @@ pub enum Backend {
     Map,
     /// Always `pread`.
     Pread,
-}
-
-impl Backend {
-    /// The backend of this name.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn named(name: &str) -> Result<Self, Error> {
-        match name {
-            "mmap" => Ok(Self::Map),
-            "pread" => Ok(Self::Pread),
-            other => Err(Error::argument(format!(
-                "backend should be \"mmap\" or \"pread\" but is \"{other}\"; choose one of the two"
-            ))),
-        }
-    }
 }
 
 /// What a stream is made of, besides its shards.
@@ -156,56 +126,6 @@ impl Config {
         }
     }
 
-    /// Shuffle by `unit`: `"block"` of `block_tokens` (`None`: the fewest that fit every stage), or
-    /// `"window"`.
-    ///
-    /// # Errors
-    /// An unknown unit, or one that contradicts the order or another argument.
-    pub fn shuffle(&mut self, seed: i64, unit: &str, block: Option<i64>) -> Result<(), Error> {
-        let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
-        if !["block", "window"].contains(&unit) {
-            return Err(Error::argument(format!(
-                "the unit of Shuffle should be \"block\" or \"window\" but is \"{unit}\"; choose \
-                 one of them"
-            )));
-        }
-        if let ("window", Some(block)) = (unit, block) {
-            return Err(Error::argument(format!(
-                "Shuffle has block_tokens={block} beside unit=\"window\", which takes no blocks; \
-                 drop one of the two"
-            )));
-        }
-        if self.order == Order::Documents {
-            return Err(Error::argument(format!(
-                "Shuffle(unit=\"{unit}\") needs align=None but align is \"bos\", which starts \
-                 lanes at documents; drop one of the two"
-            )));
-        }
-        if unit == "window" {
-            if self.epochs.is_some() {
-                return Err(Error::argument(
-                    "random windows are drawn without end, so there are no epochs to count; give \
-                     epochs=None",
-                ));
-            }
-            self.order = Order::Windows { seed };
-            return Ok(());
-        }
-        let lane_lens = self.stages.iter().map(|stage| stage.lane_len);
-        let block_tokens = match block {
-            Some(block) => in_range("block_tokens", block, 1, MOST)?,
-            None => lane_lens.clone().fold(1, least_common_multiple),
-        };
-        if let Some(lane_len) = lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0) {
-            return Err(Error::argument(format!(
-                "block_tokens={block_tokens} is not a multiple of lane_len={lane_len}; choose \
-                 block_tokens as a multiple of the lane_len of every stage"
-            )));
-        }
-        self.order = Order::Blocks { seed, block_tokens };
-        Ok(())
-    }
-
     /// Check the fields against each other and against the shards.
     ///
     /// # Errors
@@ -236,6 +156,24 @@ impl Config {
                 "align=\"bos\" looks for bos_id={bos_id} but vocab_size={size} has ids below \
                  {size} only; give the bos_id of this vocabulary or align=None"
             )));
+        }
+        match self.order {
+            Order::Windows { .. } if self.epochs.is_some() => {
+                return Err(Error::argument(
+                    "random windows are drawn without end, so there are no epochs to count; give \
+                     epochs=None",
+                ));
+            }
+            Order::Blocks { block_tokens: block, .. } => {
+                let mut lane_lens = self.stages.iter().map(|stage| stage.lane_len);
+                if let Some(lane_len) = lane_lens.find(|lane_len| block % lane_len != 0) {
+                    return Err(Error::argument(format!(
+                        "block_tokens={block} is not a multiple of lane_len={lane_len}; choose \
+                         block_tokens as a multiple of the lane_len of every stage"
+                    )));
+                }
+            }
+            _ => {}
         }
         self.stages.iter().try_for_each(|stage| self.check_fit(catalog, stage.lane_len))
     }
@@ -288,12 +226,15 @@ pub(crate) fn whole_blocks(tokens: usize, block_tokens: usize) -> usize {
     tokens.saturating_sub(1) / block_tokens
 }
 
-fn least_common_multiple(a: usize, b: usize) -> usize {
-    let (mut x, mut y) = (a, b);
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a / x).saturating_mul(b)
+/// The smallest block that the lanes of every stage divide: their least common multiple.
+pub fn smallest_block(stages: &[Stage]) -> usize {
+    stages.iter().map(|stage| stage.lane_len).fold(1, |a, b| {
+        let (mut x, mut y) = (a, b);
+        while y != 0 {
+            (x, y) = (y, x % y);
+        }
+        (a / x).saturating_mul(b)
+    })
 }
 
 #[cfg(test)]
@@ -323,8 +264,7 @@ mod tests {
 
     #[test]
     fn the_smallest_block_fits_every_stage() {
-        let mut made = config(&[Some(1); 3], &[16_384, 32_768, 49_152]);
-        made.shuffle(5, "block", None).unwrap();
-        assert_eq!(made.order, Order::Blocks { seed: 5, block_tokens: 98_304 });
+        let made = config(&[Some(1); 3], &[16_384, 32_768, 49_152]);
+        assert_eq!(smallest_block(&made.stages), 98_304);
     }
 }

@@ -36,7 +36,7 @@ mod stream;
 mod tokens;
 
 pub use batch::{Batch, Shape, bytes_of};
-pub use config::{Backend, Config, MOST, Order, Stage};
+pub use config::{Backend, Config, MOST, Order, Stage, smallest_block};
 pub use error::{Error, Kind, in_range};
 pub use loader::{Loader, Stats};
 pub use shard::{Catalog, HEADER_BYTES, Shard, Width, encode_header, parse_header};

@@ -20,6 +20,10 @@ use crate::stream::Stream;
 /// Interval at which a consumer that waits is asked whether to go on.
 const POLL: Duration = Duration::from_millis(100);
 
+/// How long a consumer gives way before it sleeps: to be woken costs the processor as much as this,
+/// and more than a small batch does.
+const YIELD: Duration = Duration::from_micros(20);
+
 /// Counters over delivered batches.
 #[derive(Debug, Clone, Default)]
 pub struct Stats {
@@ -73,14 +77,14 @@ impl Stats {
 ///
 /// As an iterator it repeats the error that ended its stream.
 pub struct Loader {
-    catalog: Arc<Catalog>,
-    config: Arc<Config>,
-    pool: Arc<Pool>,
     shared: Arc<Shared>,
     made_in: u32,
 }
 
 struct Shared {
+    catalog: Arc<Catalog>,
+    config: Config,
+    pool: Arc<Pool>,
     inner: Mutex<Inner>,
     /// Consumers wait for a batch.
     made: Condvar,
@@ -96,6 +100,8 @@ struct Inner {
     delivered: Cursor,
     /// Consumers that wait at this moment.
     waiting: usize,
+    /// Those of them that sleep and have to be woken.
+    sleeping: usize,
     /// Whether the producer waits and nobody has woken it.
     asleep: bool,
     producer: Option<Producer>,
@@ -104,7 +110,7 @@ struct Inner {
 }
 
 struct Producer {
-    handle: JoinHandle<()>,
+    thread: JoinHandle<()>,
     stop: Arc<AtomicBool>,
 }
 
@@ -125,8 +131,8 @@ impl Loader {
         config.check(&catalog)?;
         let pool = Pool::new(config.prefetch + 2);
         let (inner, made, wanted) = Default::default();
-        let shared = Arc::new(Shared { inner, made, wanted });
-        Ok(Self { catalog, config: Arc::new(config), pool, shared, made_in: process::id() })
+        let shared = Arc::new(Shared { catalog, config, pool, inner, made, wanted });
+        Ok(Self { shared, made_in: process::id() })
     }
 
     /// Begin to make batches; does nothing when that has begun.
@@ -134,8 +140,7 @@ impl Loader {
     /// # Errors
     /// The loader is closed, or the system has no more threads.
     pub fn start(&self) -> Result<(), Error> {
-        self.check_process()?;
-        self.start_locked(&mut self.shared.lock())
+        self.started().map(drop)
     }
 
     /// Wait for the next batch; `None` after the last. A longer wait asks `go_on` again and again,
@@ -145,28 +150,9 @@ impl Loader {
     /// The loader is closed, `go_on` says no, or the stream failed; then the same error again on
     /// every later call.
     pub fn next_batch(&self, mut go_on: impl FnMut() -> bool) -> Result<Option<Batch>, Error> {
-        self.check_process()?;
         let (began, mut found_empty) = (Instant::now(), false);
-        let idle =
-            |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
         loop {
-            let mut inner = self.shared.lock();
-            self.start_locked(&mut inner)?;
-            if idle(&mut inner) {
-                if !std::mem::replace(&mut found_empty, true) {
-                    inner.stats.queue_empty += 1;
-                }
-                inner.waiting += 1;
-                if std::mem::take(&mut inner.asleep) {
-                    self.shared.wanted.notify_one();
-                }
-                let waited = self.shared.made.wait_timeout_while(inner, POLL, idle);
-                inner = waited.unwrap_or_else(PoisonError::into_inner).0;
-                inner.waiting -= 1;
-            }
-            if inner.closed {
-                return Err(closed());
-            }
+            let mut inner = self.started()?;
             if let Some(batch) = inner.queue.pop_front() {
                 inner.delivered = batch.after;
                 inner.stats.record(&batch, began.elapsed());
@@ -177,12 +163,31 @@ impl Loader {
                 }
                 return Ok(Some(batch));
             }
-            match &inner.end {
-                Some(Ok(())) => return Ok(None),
-                Some(Err(error)) => return Err(error.clone()),
-                None => drop(inner),
+            if let Some(end) = &inner.end {
+                return end.clone().map(|()| None);
             }
-            if !go_on() {
+            if !std::mem::replace(&mut found_empty, true) {
+                inner.stats.queue_empty += 1;
+            }
+            inner.waiting += 1;
+            if std::mem::take(&mut inner.asleep) {
+                self.shared.wanted.notify_one();
+            }
+            let idle =
+                |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
+            let asked = Instant::now();
+            while idle(&mut inner) && asked.elapsed() < YIELD {
+                drop(inner);
+                std::thread::yield_now();
+                inner = self.shared.lock();
+            }
+            inner.sleeping += 1;
+            let waited = self.shared.made.wait_timeout_while(inner, POLL, idle);
+            let (mut inner, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            inner.waiting -= 1;
+            inner.sleeping -= 1;
+            drop(inner);
+            if timeout.timed_out() && !go_on() {
                 return Err(Error::stopped());
             }
         }
@@ -193,9 +198,8 @@ impl Loader {
     /// # Errors
     /// This process is a fork, in which the lock may be held for ever.
     pub fn state(&self) -> Result<Vec<(String, Value)>, Error> {
-        self.check_process()?;
-        let delivered = self.shared.lock().delivered;
-        Ok(state::save(&delivered, &self.config, &self.catalog))
+        let delivered = self.lock()?.delivered;
+        Ok(state::save(&delivered, &self.shared.config, &self.shared.catalog))
     }
 
     /// Continue after the batches of a saved state.
@@ -203,17 +207,10 @@ impl Loader {
     /// # Errors
     /// [`Kind::State`] when it belongs to other data or settings, or the loader is closed.
     pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
-        self.check_process()?;
-        let cursor = state::load(fields, &self.config, &self.catalog)?;
-        let stopped = {
-            let mut inner = self.shared.lock();
-            if inner.closed {
-                return Err(closed());
-            }
-            inner.delivered = cursor;
-            self.halt(&mut inner)
-        };
-        join(stopped);
+        let cursor = state::load(fields, &self.shared.config, &self.shared.catalog)?;
+        let mut inner = self.open()?;
+        inner.delivered = cursor;
+        self.halt(inner);
         Ok(())
     }
 
@@ -222,69 +219,23 @@ impl Loader {
     /// # Errors
     /// As [`Loader::state`].
     pub fn stats(&self) -> Result<Stats, Error> {
-        self.check_process()?;
-        Ok(self.shared.lock().stats.clone())
+        Ok(self.lock()?.stats.clone())
     }
 
     /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called
     /// twice.
     pub fn close(&self) {
-        if self.made_in != process::id() {
-            return;
-        }
-        let stopped = {
-            let mut inner = self.shared.lock();
+        if let Ok(mut inner) = self.lock() {
             inner.closed = true;
-            self.halt(&mut inner)
-        };
-        join(stopped);
-    }
-
-    fn start_locked(&self, inner: &mut Inner) -> Result<(), Error> {
-        if inner.closed {
-            return Err(closed());
+            self.halt(inner);
         }
-        if inner.producer.is_some() {
-            return Ok(());
-        }
-        let stop = Arc::new(AtomicBool::new(false));
-        let plan = Plan::new(Arc::clone(&self.catalog), Arc::clone(&self.config));
-        let (pool, start) = (Arc::clone(&self.pool), inner.delivered);
-        let (shared, flag) = (Arc::clone(&self.shared), Arc::clone(&stop));
-        let depth = self.config.prefetch;
-        let work = move || {
-            let mut stream = Stream::new(plan, pool, start, Arc::clone(&flag));
-            produce(&mut stream, &shared, &flag, depth);
-        };
-        let handle =
-            Builder::new().name("jspeed-loader".to_owned()).spawn(work).map_err(|error| {
-                Error::argument(format!(
-                    "the loader's thread cannot be started ({error}); raise the limit on threads \
-                     or close other loaders"
-                ))
-            })?;
-        inner.producer = Some(Producer { handle, stop });
-        Ok(())
-    }
-
-    /// Drop prefetched batches and tell the thread to stop; the caller joins it without the lock.
-    fn halt(&self, inner: &mut Inner) -> Option<JoinHandle<()>> {
-        inner.queue.clear();
-        inner.end = None;
-        let handle = inner.producer.take().map(|Producer { handle, stop }| {
-            stop.store(true, Ordering::Relaxed);
-            handle
-        });
-        self.shared.made.notify_all();
-        self.shared.wanted.notify_all();
-        handle
     }
 
     /// Threads and locks do not survive `fork`.
-    fn check_process(&self) -> Result<(), Error> {
+    fn lock(&self) -> Result<MutexGuard<'_, Inner>, Error> {
         let (here, made_in) = (process::id(), self.made_in);
         if made_in == here {
-            return Ok(());
+            return Ok(self.shared.lock());
         }
         Err(Error::new(
             Kind::Forked,
@@ -294,6 +245,52 @@ impl Loader {
                  with spawn"
             ),
         ))
+    }
+
+    fn open(&self) -> Result<MutexGuard<'_, Inner>, Error> {
+        let inner = self.lock()?;
+        if inner.closed {
+            return Err(Error::argument(
+                "the loader is closed; make a new one and give it the state of this one",
+            ));
+        }
+        Ok(inner)
+    }
+
+    fn started(&self) -> Result<MutexGuard<'_, Inner>, Error> {
+        let mut inner = self.open()?;
+        if inner.producer.is_some() {
+            return Ok(inner);
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let (shared, flag, start) = (Arc::clone(&self.shared), Arc::clone(&stop), inner.delivered);
+        let work = move || produce(&shared, &flag, start);
+        let thread =
+            Builder::new().name("jspeed-loader".to_owned()).spawn(work).map_err(|error| {
+                Error::argument(format!(
+                    "the loader's thread cannot be started ({error}); raise the limit on threads \
+                     or close other loaders"
+                ))
+            })?;
+        inner.producer = Some(Producer { thread, stop });
+        Ok(inner)
+    }
+
+    /// Drop prefetched batches, stop the thread and wait for it to end, without the lock.
+    fn halt(&self, mut inner: MutexGuard<'_, Inner>) {
+        inner.queue.clear();
+        inner.end = None;
+        let producer = inner.producer.take();
+        if let Some(Producer { stop, .. }) = &producer {
+            stop.store(true, Ordering::Relaxed);
+        }
+        drop(inner);
+        self.shared.made.notify_all();
+        self.shared.wanted.notify_all();
+        if let Some(Producer { thread, .. }) = producer {
+            // A panic in the thread was caught and reported there.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -307,14 +304,15 @@ impl Iterator for Loader {
 
 impl std::fmt::Display for Loader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Config { lanes, process_index, process_count, .. } = *self.config;
+        let Shared { catalog, config, .. } = &*self.shared;
+        let Config { lanes, process_index, process_count, .. } = config;
         write!(
             f,
             "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}",
-            self.catalog.num_tokens()
+            catalog.num_tokens()
         )?;
-        match self.check_process() {
-            Ok(()) => write!(f, ", at step {})", self.shared.lock().delivered.step),
+        match self.lock() {
+            Ok(inner) => write!(f, ", at step {})", inner.delivered.step),
             Err(_) => f.write_str(", made before a fork)"),
         }
     }
@@ -327,10 +325,12 @@ impl Drop for Loader {
 }
 
 /// The thread: it makes a batch when the queue has room or a consumer waits, without the lock.
-fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize) {
+fn produce(shared: &Shared, stop: &AtomicBool, start: Cursor) {
+    let Shared { catalog, config, pool, .. } = shared;
+    let mut stream = Stream::new(Plan::new(catalog, config), pool, start, stop);
     loop {
         let idle = |inner: &mut Inner| {
-            let room = inner.queue.len() < depth;
+            let room = inner.queue.len() < config.prefetch;
             let wanted = room || (inner.queue.is_empty() && inner.waiting > 0);
             inner.asleep = !wanted && !stop.load(Ordering::Relaxed);
             inner.asleep
@@ -351,26 +351,15 @@ fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize
             Ok(None) => inner.end = Some(Ok(())),
             Err(error) => inner.end = Some(Err(error)),
         }
-        let (ended, waited_for) = (inner.end.is_some(), inner.waiting > 0);
+        let (ended, wake) = (inner.end.is_some(), inner.sleeping > 0);
         drop(inner);
-        if waited_for {
+        if wake {
             shared.made.notify_all();
         }
         if ended {
             return;
         }
     }
-}
-
-fn join(thread: Option<JoinHandle<()>>) {
-    if let Some(thread) = thread {
-        // A panic in the thread was caught and reported there.
-        let _ = thread.join();
-    }
-}
-
-fn closed() -> Error {
-    Error::argument("the loader is closed; make a new one and give it the state of this one")
 }
 
 #[cfg(test)]

@@ -17,13 +17,14 @@
 //! interrupt. It looks at the mappings of its own thread only, which cannot change meanwhile: a
 //! [`Mapping`] is neither sent nor shared, so whoever unmaps one is not in the middle of reading
 //! it. After a fork the child has the table and the handler, and no lock that another thread could
-//! hold.
+//! hold, but for the instant in which a process stores the action that its handler replaces.
 
 use std::ffi::{c_int, c_void};
 use std::fs::File;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering::SeqCst};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering::SeqCst};
 
 use libc::{sigaction, siginfo_t};
 use memmap2::Mmap;
@@ -32,8 +33,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 /// A thread maps two shards at a time; where all slots are taken, `pread` reads.
 static SLOTS: [Slot; 128] = [const { Slot::free() }; 128];
 
-/// The action that the handler replaced; null before there was one. What it points to stays.
-static REPLACED: AtomicPtr<sigaction> = AtomicPtr::new(ptr::null_mut());
+/// The action that the handler replaced.
+static REPLACED: OnceLock<sigaction> = OnceLock::new();
 
 /// A line of the table.
 struct Slot {
@@ -99,9 +100,9 @@ impl Drop for Mapping {
 /// Whether faults of this thread are answered: the handler is installed, now or before, and the
 /// signal not blocked, as it is where a thread was started with all signals blocked.
 pub fn armed() -> bool {
-    // SAFETY: the structures are zeroed, as C would have them, or filled in by the system; the
-    // pointer was published with what it points to, which is never freed. The handler has the
-    // signature that SA_SIGINFO asks for.
+    // SAFETY: the structures are zeroed, as C would have them, or filled in by the system. The
+    // handler has the signature that SA_SIGINFO asks for, and the action that it replaces is
+    // stored before.
     #[expect(unsafe_code, reason = "signal actions and masks have no safe interface")]
     unsafe {
         let mut bus: libc::sigset_t = std::mem::zeroed();
@@ -115,18 +116,7 @@ pub fn armed() -> bool {
         if now.sa_sigaction == ours {
             return true;
         }
-        let mut replaced = REPLACED.load(SeqCst);
-        if replaced.is_null() {
-            let new = Box::into_raw(Box::new(now));
-            match REPLACED.compare_exchange(replaced, new, SeqCst, SeqCst) {
-                Ok(_) => replaced = new,
-                Err(other) => {
-                    drop(Box::from_raw(new));
-                    replaced = other;
-                }
-            }
-        }
-        if (*replaced).sa_sigaction != now.sa_sigaction {
+        if REPLACED.get_or_init(|| now).sa_sigaction != now.sa_sigaction {
             return false;
         }
         let mut action: sigaction = std::mem::zeroed();
@@ -159,7 +149,7 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut siginfo_t, _: *mut c_void) 
                 }
             }
         }
-        sigaction(signal, REPLACED.load(SeqCst), ptr::null_mut());
+        sigaction(signal, REPLACED.get().map_or(ptr::null(), ptr::from_ref), ptr::null_mut());
         if !caused_here {
             libc::raise(signal);
         }

@@ -1,22 +1,20 @@
 //! Where the lanes of a batch start, and which shard comes after which.
 
-use std::sync::Arc;
-
 use crate::config::{Config, Order, whole_blocks};
 use crate::shard::Catalog;
 use crate::shuffle::{Permutation, draw};
 use crate::state::Cursor;
 
 /// The order of a stream over its shards.
-pub struct Plan {
-    pub catalog: Arc<Catalog>,
-    pub config: Arc<Config>,
+pub struct Plan<'a> {
+    pub catalog: &'a Catalog,
+    pub config: &'a Config,
     /// Blocks before each shard, then their total; empty unless blocks are shuffled.
     blocks: Vec<usize>,
 }
 
-impl Plan {
-    pub fn new(catalog: Arc<Catalog>, config: Arc<Config>) -> Self {
+impl<'a> Plan<'a> {
+    pub fn new(catalog: &'a Catalog, config: &'a Config) -> Self {
         let mut blocks = Vec::new();
         if let Order::Blocks { block_tokens, .. } = config.order {
             blocks.push(0);
@@ -51,6 +49,7 @@ impl Plan {
     /// where the segment ends before.
     pub fn window(&self, at: &mut Cursor, lane: usize, lane_len: usize) -> Option<(usize, usize)> {
         match self.config.order {
+            Order::Documents => None,
             Order::Contiguous => {
                 // All lanes and their last target fit, or none is read.
                 let (start, lanes_left) = (at.offset, self.config.lanes - lane);
@@ -58,58 +57,40 @@ impl Plan {
                 at.offset += lane_len;
                 (end < self.segment_len(*at)).then_some((at.shard, start))
             }
+            // As contiguous, over the blocks of all shards in the order of this epoch; a window
+            // that would cross the end of its block (possible after a change of stage) starts with
+            // the next block.
             Order::Blocks { seed, block_tokens } => {
-                self.in_blocks(at, seed, block_tokens, lane_len)
+                let count = *self.blocks.last()?;
+                if at.offset % block_tokens + lane_len > block_tokens {
+                    at.offset = at.offset.next_multiple_of(block_tokens);
+                }
+                let (turn, within) = (at.offset / block_tokens, at.offset % block_tokens);
+                if turn >= count {
+                    return None;
+                }
+                at.offset += lane_len;
+                let order = Permutation::new(count as u64, seed, at.epoch);
+                let block = usize::try_from(order.at(turn as u64)).ok()?;
+                let shard = self.blocks.partition_point(|before| *before <= block) - 1;
+                Some((shard, (block - self.blocks[shard]) * block_tokens + within))
             }
-            Order::Windows { seed } => self.anywhere(*at, seed, lane, lane_len),
-            Order::Documents => None,
-        }
-    }
-
-    /// As contiguous, over the blocks of all shards in the order of this epoch; a window that would
-    /// cross the end of its block (possible after a change of stage) starts with the next block.
-    fn in_blocks(
-        &self,
-        at: &mut Cursor,
-        seed: u64,
-        block_tokens: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize)> {
-        let count = *self.blocks.last()?;
-        if at.offset % block_tokens + lane_len > block_tokens {
-            at.offset = at.offset.next_multiple_of(block_tokens);
-        }
-        let (turn, within) = (at.offset / block_tokens, at.offset % block_tokens);
-        if turn >= count {
-            return None;
-        }
-        at.offset += lane_len;
-        let order = Permutation::new(count as u64, seed, at.epoch);
-        let block = usize::try_from(order.at(turn as u64)).ok()?;
-        let shard = self.blocks.partition_point(|before| *before <= block) - 1;
-        Some((shard, (block - self.blocks[shard]) * block_tokens + within))
-    }
-
-    /// As nanoGPT: a lane starts at any token that has `lane_len` more after it in its shard. The
-    /// draws depend on the step number only, so the saved position stays 0.
-    fn anywhere(
-        &self,
-        at: Cursor,
-        seed: u64,
-        lane: usize,
-        lane_len: usize,
-    ) -> Option<(usize, usize)> {
-        let starts =
-            self.catalog.shards().iter().map(|shard| shard.tokens.saturating_sub(lane_len));
-        let total: usize = starts.clone().sum();
-        let drawn = draw(total as u64, seed, at.step, lane as u64);
-        let mut start = usize::try_from(drawn).ok()?;
-        for (shard, here) in starts.enumerate() {
-            if start < here {
-                return Some((shard, start));
+            // As nanoGPT: a lane starts at any token that has `lane_len` more after it in its
+            // shard. The draws depend on the step number only, so the saved position stays 0.
+            Order::Windows { seed } => {
+                let shards = self.catalog.shards().iter();
+                let starts = shards.map(|shard| shard.tokens.saturating_sub(lane_len));
+                let total: usize = starts.clone().sum();
+                let drawn = draw(total as u64, seed, at.step, lane as u64);
+                let mut start = usize::try_from(drawn).ok()?;
+                for (shard, here) in starts.enumerate() {
+                    if start < here {
+                        return Some((shard, start));
+                    }
+                    start -= here;
+                }
+                None
             }
-            start -= here;
         }
-        None
     }
 }

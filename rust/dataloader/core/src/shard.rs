@@ -19,18 +19,15 @@ pub const HEADER_BYTES: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Width {
     /// uint16, as `FineWeb`'s shards of GPT-2 tokens.
-    Two,
+    Two = 2,
     /// uint32, as llm.c's shards of Llama 3 tokens.
-    Four,
+    Four = 4,
 }
 
 impl Width {
     /// Bytes of a token.
     pub fn bytes(self) -> usize {
-        match self {
-            Self::Two => 2,
-            Self::Four => 4,
-        }
+        self as usize
     }
 
     /// The first two header words: magic number and version.
@@ -43,10 +40,7 @@ impl Width {
 
     /// The largest id that fits.
     pub fn largest(self) -> u32 {
-        match self {
-            Self::Two => u16::MAX.into(),
-            Self::Four => u32::MAX,
-        }
+        if self == Self::Two { u16::MAX.into() } else { u32::MAX }
     }
 
     /// The byte of a shard at which a token starts; also the size of a shard of so many tokens.

@@ -42,15 +42,15 @@ impl std::fmt::Display for Value {
 
 /// The fields of a state, in a fixed order.
 pub fn save(cursor: &Cursor, config: &Config, catalog: &Catalog) -> Vec<(String, Value)> {
-    let mut fields = vec![
+    let position = [
         ("version", Value::Int(VERSION)),
-        ("step", Value::Int(int(cursor.step))),
-        ("epoch", Value::Int(int(cursor.epoch))),
-        ("shard", Value::Int(int(cursor.shard))),
-        ("offset", Value::Int(int(cursor.offset))),
+        ("step", int(cursor.step)),
+        ("epoch", int(cursor.epoch)),
+        ("shard", int(cursor.shard)),
+        ("offset", int(cursor.offset)),
     ];
-    fields.extend(identity(config, catalog));
-    fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    let fields = position.into_iter().chain(identity(config, catalog));
+    fields.map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 /// Read a state back; [`Kind::State`] names the first field that is missing, out of range or
@@ -71,27 +71,26 @@ pub fn load(
             ),
         )
     };
-    for (name, here) in
-        [("version", Value::Int(VERSION))].into_iter().chain(identity(config, catalog))
-    {
+    let version = ("version", Value::Int(VERSION));
+    for (name, here) in [version].into_iter().chain(identity(config, catalog)) {
         if get(name) != Some(&here) {
             return Err(differs(name, here.to_string()));
         }
     }
-    let upto = |name: &str, high: i64| match get(name) {
-        Some(Value::Int(value)) if (0..=high).contains(value) => Ok(value.unsigned_abs()),
-        _ if high == i64::MAX => Err(differs(name, "an integer from 0".to_owned())),
-        _ => Err(differs(name, format!("an integer from 0 to {high}"))),
+    let number = |name, high: usize| {
+        let found = get(name).and_then(|value| match value {
+            Value::Int(number) => usize::try_from(*number).ok(),
+            Value::Text(_) => None,
+        });
+        let expected = || differs(name, format!("an integer from 0 to {high}"));
+        found.filter(|number| *number <= high).ok_or_else(expected)
     };
-    let within = |name, high: usize| {
-        upto(name, int(high)).map(|value| usize::try_from(value).unwrap_or(high))
-    };
+    let count = |name| number(name, isize::MAX.unsigned_abs()).map(|number| number as u64);
+    let (step, epoch) = (count("step")?, count("epoch")?);
     let (shards, mixed) = (catalog.shards(), config.order.mixes_shards());
-    let step = upto("step", i64::MAX)?;
-    let epoch = upto("epoch", i64::MAX)?;
-    let shard = within("shard", if mixed { 0 } else { shards.len() - 1 })?;
+    let shard = number("shard", if mixed { 0 } else { shards.len() - 1 })?;
     let end = if mixed { catalog.num_tokens() } else { shards[shard].tokens };
-    Ok(Cursor { step, epoch, shard, offset: within("offset", end)? })
+    Ok(Cursor { step, epoch, shard, offset: number("offset", end)? })
 }
 
 /// The data fingerprint and settings that a position is valid for.
@@ -109,7 +108,7 @@ fn identity(config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
         ("fingerprint", Value::Text(catalog.fingerprint().to_owned())),
         // Of the one set of shards; states of version 1 have it.
         ("weights", Value::Text("1".to_owned())),
-        ("lanes", Value::Int(int(config.lanes))),
+        ("lanes", int(config.lanes)),
         ("align", Value::Text(align.to_owned())),
         ("bos_id", Value::Int(config.bos_id.into())),
         ("shuffle", Value::Text(shuffle)),
@@ -125,17 +124,11 @@ fn identity(config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
 }
 
 fn describe(stage: &Stage) -> String {
-    let steps = match stage.steps {
-        Some(steps) => format!("{steps} steps"),
-        None => "any number of steps".to_owned(),
-    };
-    let cut = match stage.max_doc_len {
-        Some(len) => format!(" with documents cut at {len}"),
-        None => String::new(),
-    };
-    format!("{steps} of {} tokens{cut}", stage.lane_len)
+    let steps = stage.steps.map_or("any number of".to_owned(), |steps| steps.to_string());
+    let cut = stage.max_doc_len.map(|len| format!(" with documents cut at {len}"));
+    format!("{steps} steps of {} tokens{}", stage.lane_len, cut.unwrap_or_default())
 }
 
-fn int<T: TryInto<i64>>(value: T) -> i64 {
-    value.try_into().unwrap_or(i64::MAX)
+fn int<T: TryInto<i64>>(value: T) -> Value {
+    Value::Int(value.try_into().unwrap_or(i64::MAX))
 }

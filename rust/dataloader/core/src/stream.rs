@@ -11,43 +11,71 @@ use crate::batch::{Batch, Pool, Shape};
 use crate::config::{Config, Order, Stage};
 use crate::error::{Error, Kind};
 use crate::plan::Plan;
-use crate::read::{ReadAhead, Readers};
+use crate::read::{Readers, will_need};
 use crate::state::Cursor;
+use crate::tokens::Tokens;
 
 /// Batches, one after the other.
-pub struct Stream {
-    plan: Plan,
-    pool: Arc<Pool>,
-    stop: Arc<AtomicBool>,
+pub struct Stream<'a> {
+    plan: Plan<'a>,
+    pool: &'a Arc<Pool>,
+    stop: &'a AtomicBool,
     cursor: Cursor,
-    readers: Readers,
-    ahead: ReadAhead,
-    /// Where the documents of a lane end.
-    ends: Vec<usize>,
+    readers: Readers<'a>,
 }
 
 /// A batch in the making.
 struct Draft {
     batch: Batch,
     stage: Stage,
-    /// The lanes of this process.
+    /// The lanes of this process, one a row.
     local: Range<usize>,
-    /// The first token outside the vocabulary: an error unless a shard ends before the batch does.
-    foreign: Option<Error>,
+    vocab_size: Option<u32>,
+    /// Where the documents of the lane end that is being filled.
+    ends: Vec<usize>,
+    faults: Faults,
+}
+
+/// What a batch must not hold: an error unless the shard ends before the batch does.
+#[derive(Default)]
+struct Faults {
+    /// Shard, place and id of the first token outside the vocabulary.
+    foreign: Option<(usize, usize, u32)>,
+    /// The first lane with more documents than the table: its number, shard, place and how many.
+    crowded: Option<(usize, usize, usize, usize)>,
+    /// The most documents of any such lane.
+    most: usize,
 }
 
 impl Draft {
-    /// The row of a lane of this process.
-    fn row(&self, lane: usize) -> Option<usize> {
-        self.local.contains(&lane).then(|| lane - self.local.start)
+    /// Copy tokens, which start at `place` of a shard, into a lane from its token `to` on, and look
+    /// for ids that it must not hold.
+    fn copy(&mut self, lane: usize, to: usize, tokens: Tokens<'_>, (shard, place): (usize, usize)) {
+        self.batch.copy(lane - self.local.start, to, tokens);
+        if let (Some(size), None) = (self.vocab_size, self.faults.foreign) {
+            let found = tokens.find_outside(size);
+            self.faults.foreign = found.map(|at| (shard, place + at, tokens.at(at)));
+        }
+    }
+
+    /// Write down where the documents of a lane end, which starts at `place` of a shard.
+    fn end_lane(&mut self, lane: usize, (shard, place): (usize, usize)) {
+        let found = self.ends.len();
+        if self.stage.max_docs.is_some_and(|max_docs| found > max_docs) {
+            self.faults.crowded.get_or_insert((lane, shard, place, found));
+            self.faults.most = self.faults.most.max(found);
+        } else if self.local.contains(&lane) {
+            self.batch.set_documents(lane - self.local.start, &self.ends);
+        }
+        self.ends.clear();
     }
 }
 
-impl Stream {
+impl<'a> Stream<'a> {
     /// A stream that continues at `cursor` and gives up with an error once `stop` is set.
-    pub fn new(plan: Plan, pool: Arc<Pool>, cursor: Cursor, stop: Arc<AtomicBool>) -> Self {
-        let (readers, ahead) = (Readers::new(plan.config.backend), ReadAhead::default());
-        Self { plan, pool, stop, cursor, readers, ahead, ends: Vec::new() }
+    pub fn new(plan: Plan<'a>, pool: &'a Arc<Pool>, cursor: Cursor, stop: &'a AtomicBool) -> Self {
+        let readers = Readers::new(plan.catalog, plan.config.backend);
+        Self { plan, pool, stop, cursor, readers }
     }
 
     /// Make the next batch; `None` after the last. Errors: a shard that changed or cannot be read,
@@ -62,18 +90,18 @@ impl Stream {
     }
 
     fn make(&mut self) -> Result<Option<Batch>, Error> {
-        let Some(&stage) = self.plan.config.stage_at(self.cursor.step) else { return Ok(None) };
         let mut at = self.cursor;
-        if self.plan.is_over(at) {
-            return Ok(None);
-        }
-        let local = self.plan.config.local_lanes();
+        let stage = match self.plan.config.stage_at(at.step) {
+            Some(&stage) if !self.plan.is_over(at) => stage,
+            _ => return Ok(None),
+        };
+        let Config { lanes, order, vocab_size, .. } = *self.plan.config;
         let Stage { lane_len, max_docs, .. } = stage;
-        let shape =
-            Shape { rows: local.len(), lane_len, width: self.plan.catalog.width(), max_docs };
-        let batch = Batch::new(&self.pool, shape)?;
-        let mut draft = Draft { batch, stage, local, foreign: None };
-        let (bytes, switches) = (self.readers.bytes_read(), self.readers.switches());
+        let (local, width) = (self.plan.config.local_lanes(), self.plan.catalog.width());
+        let rows = local.len();
+        let batch = Batch::new(self.pool, Shape { rows, lane_len, width, max_docs })?;
+        let (ends, faults) = Default::default();
+        let mut draft = Draft { batch, stage, local, vocab_size, ends, faults };
         let mut dropped = 0;
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
         let start = loop {
@@ -84,7 +112,7 @@ impl Stream {
             if self.fill(&mut draft, &mut at)? {
                 break start;
             }
-            draft.foreign = None;
+            (draft.ends, draft.faults) = Default::default();
             dropped += self.plan.segment_len(start) - start.offset;
             at = self.plan.next_segment(start);
             if at.shard == 0 {
@@ -97,59 +125,61 @@ impl Stream {
                 return Ok(None);
             }
         };
-        if let Some(error) = draft.foreign {
-            return Err(error);
-        }
-        let used = match self.plan.config.order {
+        self.check(&draft)?;
+        let used = match order {
             Order::Documents => lane_len + 1,
             Order::Windows { .. } => 0,
             Order::Contiguous | Order::Blocks { .. } => lane_len,
         };
-        dropped += at.offset - start.offset - self.plan.config.lanes * used;
-        self.cursor = Cursor { step: self.cursor.step + 1, ..at };
-        self.read_ahead();
+        dropped += at.offset - start.offset - lanes * used;
+        // Documents are searched for in all that is passed over.
+        let read = match order {
+            Order::Documents => dropped + lanes * used,
+            _ => rows * (lane_len + 1),
+        };
+        self.cursor = Cursor { step: start.step + 1, ..at };
+        self.read_ahead(start.offset);
         let mut batch = draft.batch;
         (batch.step, batch.epoch, batch.dropped) = (start.step, start.epoch, dropped as u64);
-        batch.bytes_read = self.readers.bytes_read() - bytes;
-        batch.switches = self.readers.switches() - switches;
+        batch.bytes_read = (read * width.bytes()) as u64;
+        batch.switches = std::mem::take(&mut self.readers.switches);
         batch.after = self.cursor;
         Ok(Some(batch))
     }
 
-    fn read_ahead(&mut self) {
+    /// When the middle of a shard is passed, ask for the start of the next one.
+    fn read_ahead(&self, from: usize) {
         let (here, next) = (self.cursor, self.plan.next_segment(self.cursor));
-        if !self.plan.config.order.mixes_shards()
-            && next.shard != here.shard
-            && !self.plan.is_over(next)
-        {
-            let shard = &self.plan.catalog.shards()[next.shard];
-            self.ahead.advise(next.shard, shard, here.offset, self.plan.segment_len(here));
+        let alone = next.shard == here.shard || self.plan.config.order.mixes_shards();
+        let middle = self.plan.segment_len(here) / 2;
+        if (from..here.offset).contains(&middle) && !alone && !self.plan.is_over(next) {
+            will_need(&self.plan.catalog.shards()[next.shard]);
         }
     }
 
     /// Fill all lanes from `at` on, in one segment, and move `at` behind them; false where the
     /// segment ends before.
     fn fill(&mut self, draft: &mut Draft, at: &mut Cursor) -> Result<bool, Error> {
-        if self.plan.config.order == Order::Documents {
+        let Config { bos_id, lanes, order, .. } = *self.plan.config;
+        if order == Order::Documents {
             return self.pack(draft, at);
         }
         let Stage { lane_len, max_docs, .. } = draft.stage;
-        for lane in 0..self.plan.config.lanes {
+        for lane in 0..lanes {
             let Some((shard, start)) = self.plan.window(at, lane, lane_len) else {
                 return Ok(false);
             };
-            let Some(row) = draft.row(lane) else { continue };
-            self.copy(draft, row, 0, shard, start..start + lane_len + 1)?;
-            let Some(max_docs) = max_docs else { continue };
-            self.ends.clear();
-            let starts = draft.batch.row(row).positions(self.plan.config.bos_id);
-            self.ends.extend(starts.filter(|at| (1..lane_len).contains(at)));
-            self.ends.push(lane_len);
-            let found = self.ends.len();
-            if found > max_docs {
-                return Err(self.too_many_documents((shard, start), lane, found, max_docs, found));
+            if !draft.local.contains(&lane) {
+                continue;
             }
-            draft.batch.set_documents(row, &self.ends);
+            let reader = self.readers.get(shard)?;
+            let tokens = reader.tokens(start..start + lane_len + 1)?;
+            draft.copy(lane, 0, tokens, (shard, start));
+            if max_docs.is_some() {
+                let starts = tokens.positions(bos_id).filter(|at| (1..lane_len).contains(at));
+                draft.ends.extend(starts.chain([lane_len]));
+                draft.end_lane(lane, (shard, start));
+            }
         }
         Ok(true)
     }
@@ -160,84 +190,65 @@ impl Stream {
     /// whole batch, they are dropped.
     fn pack(&mut self, draft: &mut Draft, at: &mut Cursor) -> Result<bool, Error> {
         let Config { bos_id, lanes, .. } = *self.plan.config;
-        let Stage { lane_len, max_doc_len, max_docs, .. } = draft.stage;
-        let (shard, tokens) = (at.shard, self.plan.catalog.shards()[at.shard].tokens);
-        let width = lane_len + 1;
+        let Stage { lane_len, max_doc_len, .. } = draft.stage;
+        let (shard, tokens, width) = (at.shard, self.plan.segment_len(*at), lane_len + 1);
         if tokens - at.offset < lanes.saturating_mul(width) {
             return Ok(false);
         }
-        let (mut most, mut over) = (0, None);
+        let reader = self.readers.get(shard)?;
+        // Where the next document starts, unless the one before was cut.
+        let mut next = None;
         for lane in 0..lanes {
-            let row = draft.row(lane);
             let (mut filled, mut first) = (0, at.offset);
-            self.ends.clear();
             while filled < width {
-                let Some(start) = self.find(shard, bos_id, at.offset..tokens)? else {
-                    return Ok(false);
-                };
+                if next.is_none() {
+                    next = reader.find(bos_id, at.offset..tokens, self.stop)?;
+                }
+                let Some(start) = next else { return Ok(false) };
                 let longest = max_doc_len.unwrap_or(width).min(width - filled).min(tokens - start);
-                let next = self.find(shard, bos_id, start + 1..start + longest)?;
-                let end = next.unwrap_or(start + longest);
-                at.offset = end;
-                if let Some(row) = row {
-                    self.copy(draft, row, filled, shard, start..end)?;
+                next = reader.find(bos_id, start + 1..start + longest, self.stop)?;
+                at.offset = next.unwrap_or(start + longest);
+                if draft.local.contains(&lane) {
+                    draft.copy(lane, filled, reader.tokens(start..at.offset)?, (shard, start));
                 }
                 if filled == 0 {
                     first = start;
                 }
                 // A document of which only the last target fits has no input in this lane.
                 if filled < lane_len {
-                    self.ends.push(lane_len.min(filled + end - start));
+                    draft.ends.push(lane_len.min(filled + at.offset - start));
                 }
-                filled += end - start;
+                filled += at.offset - start;
             }
-            let found = self.ends.len();
-            most = most.max(found);
-            if max_docs.is_some_and(|max_docs| found > max_docs) {
-                over.get_or_insert((lane, first, found));
-            } else if let Some(row) = row {
-                draft.batch.set_documents(row, &self.ends);
-            }
-        }
-        if let (Some((lane, first, found)), Some(max_docs)) = (over, max_docs) {
-            return Err(self.too_many_documents((shard, first), lane, found, max_docs, most));
+            draft.end_lane(lane, (shard, first));
         }
         Ok(true)
     }
 
-    fn find(
-        &mut self,
-        shard: usize,
-        token: u32,
-        range: Range<usize>,
-    ) -> Result<Option<usize>, Error> {
-        self.readers.get(&self.plan.catalog, shard)?.find(token, range, &self.stop)
-    }
-
-    /// Copy tokens of a shard into a row, from its token `to` on, and look for ids that it must not
-    /// hold.
-    fn copy(
-        &mut self,
-        draft: &mut Draft,
-        row: usize,
-        to: usize,
-        shard: usize,
-        range: Range<usize>,
-    ) -> Result<(), Error> {
-        let start = range.start;
-        let tokens = self.readers.get(&self.plan.catalog, shard)?.tokens(range)?;
-        draft.batch.copy(row, to, tokens);
-        let Some(vocab_size) = self.plan.config.vocab_size else { return Ok(()) };
-        if let Some(at) = tokens.find_outside(vocab_size).filter(|_| draft.foreign.is_none()) {
-            draft.foreign = Some(Error::new(
+    fn check(&self, draft: &Draft) -> Result<(), Error> {
+        let Faults { foreign, crowded, most } = draft.faults;
+        let path = |shard: usize| self.plan.catalog.shards()[shard].path.display();
+        if let (Some((lane, shard, place, found)), Some(max_docs)) = (crowded, draft.stage.max_docs)
+        {
+            return Err(Error::new(
+                Kind::DocOverflow,
+                format!(
+                    "step {}, lane {lane} (shard {}, token {place}) holds {found} documents but \
+                     max_docs={max_docs}; set max_docs to at least {most}, or more where other \
+                     lanes hold more",
+                    self.cursor.step,
+                    path(shard)
+                ),
+            ));
+        }
+        if let (Some((shard, place, id)), Some(size)) = (foreign, draft.vocab_size) {
+            return Err(Error::new(
                 Kind::TokenRange,
                 format!(
-                    "shard {} holds token id {} at token position {}, but vocab_size={vocab_size} \
-                     allows ids below {vocab_size} only; use the vocabulary the shard was made \
-                     with or make the shard again",
-                    self.plan.catalog.shards()[shard].path.display(),
-                    tokens.at(at),
-                    start + at
+                    "shard {} holds token id {id} at token position {place}, but \
+                     vocab_size={size} allows ids below {size} only; use the vocabulary the shard \
+                     was made with or make the shard again",
+                    path(shard)
                 ),
             ));
         }
@@ -258,26 +269,5 @@ impl Stream {
             shards.len(),
             shards[0].path.display()
         ))
-    }
-
-    /// The error for a lane that holds `found` documents and starts at a token of a shard; a table
-    /// of `least` is needed.
-    fn too_many_documents(
-        &self,
-        (shard, token): (usize, usize),
-        lane: usize,
-        found: usize,
-        max_docs: usize,
-        least: usize,
-    ) -> Error {
-        let (step, path) = (self.cursor.step, self.plan.catalog.shards()[shard].path.display());
-        Error::new(
-            Kind::DocOverflow,
-            format!(
-                "step {step}, lane {lane} (shard {path}, token {token}) holds {found} documents \
-                 but max_docs={max_docs}; set max_docs to at least {least}, or more where other \
-                 lanes hold more"
-            ),
-        )
     }
 }

@@ -1,13 +1,10 @@
-//! Tokens as they are stored, and search among them: 64 at a time, so that the compiler vectorises
-//! it.
+//! Tokens as they are stored, and search among them, by blocks, so that the compiler vectorises it.
 
 use std::ops::Range;
 
 use bytemuck::Pod;
 
 use crate::shard::Width;
-
-const BLOCK: usize = 64;
 
 /// Borrowed tokens, as they are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,13 +14,8 @@ pub struct Tokens<'a> {
 }
 
 impl<'a> Tokens<'a> {
-    /// The tokens in some memory.
-    ///
-    /// # Panics
-    /// When they are not whole, or not aligned.
+    /// The tokens in some memory, which must be whole and aligned.
     pub fn new(bytes: &'a [u8], width: Width) -> Self {
-        assert!(bytes.len() % width.bytes() == 0);
-        assert!(bytes.as_ptr().addr() % width.bytes() == 0);
         Self { bytes, width }
     }
 
@@ -45,7 +37,7 @@ impl<'a> Tokens<'a> {
     /// All of them, as `u16` or `u32`.
     ///
     /// # Panics
-    /// When they are stored as another type.
+    /// When they are stored as another type, not whole or not aligned.
     pub fn as_slice<T: Pod>(&self) -> &'a [T] {
         assert!(size_of::<T>() == self.width.bytes());
         bytemuck::cast_slice(self.bytes)
@@ -107,15 +99,16 @@ fn find<T: Copy + Eq>(tokens: &[T], token: T) -> Option<usize> {
 }
 
 fn first<T: Copy>(tokens: &[T], wanted: impl Fn(T) -> bool) -> Option<usize> {
-    let blocks = tokens.chunks_exact(BLOCK);
-    let rest = tokens.len() - blocks.remainder().len();
-    for (index, block) in blocks.enumerate() {
-        // No early exit inside a block: the reduction is what vectorises.
-        if block.iter().fold(false, |hit, &t| hit | wanted(t)) {
-            return block.iter().position(|&t| wanted(t)).map(|at| index * BLOCK + at);
-        }
-    }
-    tokens[rest..].iter().position(|&t| wanted(t)).map(|at| rest + at)
+    let mut from = without::<T, 64>(tokens, &wanted);
+    from += without::<T, 8>(&tokens[from..], &wanted);
+    tokens[from..].iter().position(|&t| wanted(t)).map(|at| from + at)
+}
+
+/// How many tokens are before the first block that holds a wanted one, or are in whole blocks.
+fn without<T: Copy, const BLOCK: usize>(tokens: &[T], wanted: impl Fn(T) -> bool) -> usize {
+    // No early exit inside a block: the reduction is what vectorises.
+    let hit = |block: &[T]| block.iter().fold(false, |hit, &t| hit | wanted(t));
+    BLOCK * tokens.chunks_exact(BLOCK).take_while(|block| !hit(block)).count()
 }
 
 #[cfg(test)]
