@@ -115,10 +115,17 @@ def has_cas_scatter() -> bool:
 def scalar_scatters(text: str) -> Iterator[tuple[str, int]]:
     """Yield (name, updates) of the scatters of many single fp32 numbers in optimised HLO, of which
     several may meet."""
+    # The text has megabytes of kernels, in which a pattern would begin at every word.
+    lines = [line for line in text.splitlines() if " = f32[" in line]
+    scatters = [SCATTER.search(line) for line in lines if " scatter(" in line]
+    if not scatters:
+        return
+    results = filter(None, map(RESULT.search, lines))
     shapes = {
-        name: tuple(map(int, filter(None, dims.split(",")))) for name, dims in RESULT.findall(text)
+        name: tuple(map(int, filter(None, dims.split(","))))
+        for name, dims in (each.groups() for each in results)
     }
-    for name, update, window, rest in SCATTER.findall(text):
+    for name, update, window, rest in (each.groups() for each in scatters if each):
         dims = shapes.get(update, ())
         updates, at_once = (
             math.prod(dims),
