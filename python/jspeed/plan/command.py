@@ -1,6 +1,7 @@
 """``jspeed plan``: memory, kernels, communication, predicted time and findings of a recipe on
 absent GPUs."""
 
+import gc
 import json
 import os
 import sys
@@ -81,6 +82,8 @@ def plan(
     check_xla_flags()
     # of this machine only, whatever plugins are installed
     jax.config.update("jax_platforms", "cpu")
+    gc.freeze()  # programs are millions of objects: to look for cycles so often takes a tenth
+    gc.set_threshold(100_000, 50, 50)
     check_folders({"--json": json_, "--svg": svg, "--html": html})
     console = terminal.make_console()
     whole = {
