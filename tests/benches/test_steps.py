@@ -199,7 +199,7 @@ def test_a_step_that_does_not_fit_is_one_error_message():
     [
         (
             ["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY],
-            ["--micro-batch 7", "give one of 16, 32, 64"],
+            ["--micro-batch 7", "need one of 16, 32, 64"],
         ),
         pytest.param(
             ["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"], marks=pytest.mark.slow
