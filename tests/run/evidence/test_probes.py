@@ -73,7 +73,11 @@ def test_a_cheat_fails_its_probe(name, tmp_path):
         '("vocab", "model"), zeros', '("vocab", "model"), scaled'
     )
     recipe.write_text(source)
-    assert failed(tmp_path, recipe, shards(tmp_path / "shards")) == expected
+    found = failed(tmp_path, recipe, shards(tmp_path / "shards"))
+    # An evaluation that learns also differs from one pass to the next; whether by more than
+    # causality's tolerance depends on the row that is drawn.
+    assert found - {"causality"} == expected - {"causality"}
+    assert found >= expected
 
 
 def test_a_probe_that_raises_has_failed_and_the_record_is_written(tmp_path, monkeypatch):
