@@ -82,7 +82,7 @@ def plan(
     check_xla_flags()
     # of this machine only, whatever plugins are installed
     jax.config.update("jax_platforms", "cpu")
-    gc.freeze()  # programs are millions of objects: to look for cycles so often takes a tenth
+    gc.freeze()  # programs are millions of objects: looking for cycles took 5 % of a profile
     gc.set_threshold(100_000, 50, 50)
     check_folders({"--json": json_, "--svg": svg, "--html": html})
     console = terminal.make_console()
