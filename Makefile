@@ -45,7 +45,7 @@ test-oldest-crates:
 # The interpreter that finds undefined behaviour, on what it can finish: no files, few random cases.
 test-miri:
 	@if cargo +nightly miri --version >/dev/null 2>&1; then PROPTEST_CASES=4 MIRIFLAGS=-Zmiri-disable-isolation \
-	  cargo +nightly miri test --lib -p jspeed-context-index -p jspeed-tokenizer-mask -p jspeed-dataloader-core; \
+	  cargo +nightly miri test --lib -p jspeed-context-index -p jspeed-dataloader-core; \
 	  else echo 'skipped: there is no Miri; rustup +nightly component add miri'; fi
 
 # ARGS='-m slow' compiles records 62 and 89 too: many minutes.

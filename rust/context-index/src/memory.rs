@@ -58,6 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri gives what the system would refuse")]
     fn too_much_memory_is_refused() {
         for count in [isize::MAX.unsigned_abs() / 8, usize::MAX] {
             let refused = Memory::new::<u64>(count, &Pool::new(1)).err().unwrap().to_string();

@@ -173,6 +173,7 @@ proptest! {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "Miri would take hours")]
 fn a_hundred_thousand_tokens_and_any_number_of_threads() {
     let (lengths, all) = ([1, 3, 6], text(110_000, 1, 200));
     let rows = |from: usize| {

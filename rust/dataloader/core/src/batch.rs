@@ -148,6 +148,11 @@ impl Batch {
         })
     }
 
+    /// Bytes of its memory.
+    pub(crate) fn bytes(&self) -> usize {
+        LINE * self.memory.len()
+    }
+
     /// What it has memory for.
     pub fn shape(&self) -> Shape {
         self.shape

@@ -102,7 +102,7 @@ pub struct Config {
     pub epochs: Option<u64>,
     /// Ids at or above this are an error.
     pub vocab_size: Option<u32>,
-    /// Batches made ahead.
+    /// Batches made ahead; of small ones eight times as many for a consumer that only takes them.
     pub prefetch: usize,
     /// How shards are read.
     pub backend: Backend,

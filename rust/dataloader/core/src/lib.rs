@@ -17,6 +17,7 @@
 //! # Ok::<(), jspeed_dataloader_core::Error>(())
 //! ```
 #![deny(missing_docs)]
+#![forbid(unsafe_code)]
 
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
@@ -25,8 +26,6 @@ mod batch;
 mod config;
 mod error;
 mod loader;
-#[cfg_attr(not(all(target_os = "linux", not(miri))), path = "no_mapping.rs")]
-mod mapping;
 mod plan;
 mod read;
 mod shard;

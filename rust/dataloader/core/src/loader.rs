@@ -20,9 +20,18 @@ use crate::stream::Stream;
 /// Interval at which a consumer that waits is asked whether to go on.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long a consumer gives way before it sleeps: to be woken costs the processor as much as this,
-/// and more than a small batch does.
-const YIELD: Duration = Duration::from_micros(20);
+/// A consumer that is back within this time does nothing between batches. To be woken costs the
+/// processor more than a small batch does, so it is woken once for a few of them.
+const HASTE: Duration = Duration::from_micros(100);
+
+/// How many small batches those are, for each that is made ahead.
+const FEW: usize = 8;
+
+/// Bytes of the largest batch that is small.
+const SMALL: usize = 256 << 10;
+
+/// How long a few are waited for when one is ready.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 /// Counters over delivered batches.
 #[derive(Debug, Clone, Default)]
@@ -100,8 +109,10 @@ struct Inner {
     delivered: Cursor,
     /// Consumers that wait at this moment.
     waiting: usize,
-    /// Those of them that sleep and have to be woken.
-    sleeping: usize,
+    /// With how many batches in the queue they are woken.
+    enough: usize,
+    /// When the last batch was delivered, if it was small.
+    small: Option<Instant>,
     /// Whether the producer waits and nobody has woken it.
     asleep: bool,
     producer: Option<Producer>,
@@ -129,7 +140,7 @@ impl Loader {
     pub fn new(catalog: impl Into<Arc<Catalog>>, config: Config) -> Result<Self, Error> {
         let catalog = catalog.into();
         config.check(&catalog)?;
-        let pool = Pool::new(config.prefetch + 2);
+        let pool = Pool::new(FEW * config.prefetch + 2);
         let (inner, made, wanted) = Default::default();
         let shared = Arc::new(Shared { catalog, config, pool, inner, made, wanted });
         Ok(Self { shared, made_in: process::id() })
@@ -156,9 +167,11 @@ impl Loader {
             if let Some(batch) = inner.queue.pop_front() {
                 inner.delivered = batch.after;
                 inner.stats.record(&batch, began.elapsed());
-                let asleep = std::mem::take(&mut inner.asleep);
+                inner.small = (batch.bytes() <= SMALL).then(Instant::now);
+                let room = inner.queue.len() < self.shared.config.prefetch;
+                let wake = room && std::mem::take(&mut inner.asleep);
                 drop(inner);
-                if asleep {
+                if wake {
                     self.shared.wanted.notify_one();
                 }
                 return Ok(Some(batch));
@@ -166,28 +179,27 @@ impl Loader {
             if let Some(end) = &inner.end {
                 return end.clone().map(|()| None);
             }
+            let (mut enough, mut patience) = (1, POLL);
             if !std::mem::replace(&mut found_empty, true) {
                 inner.stats.queue_empty += 1;
+                if inner.small.is_some_and(|before| began.duration_since(before) < HASTE) {
+                    (enough, patience) = ((FEW * self.shared.config.prefetch).max(1), PATIENCE);
+                }
             }
             inner.waiting += 1;
+            inner.enough = enough;
             if std::mem::take(&mut inner.asleep) {
                 self.shared.wanted.notify_one();
             }
-            let idle =
-                |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
-            let asked = Instant::now();
-            while idle(&mut inner) && asked.elapsed() < YIELD {
-                drop(inner);
-                std::thread::yield_now();
-                inner = self.shared.lock();
-            }
-            inner.sleeping += 1;
-            let waited = self.shared.made.wait_timeout_while(inner, POLL, idle);
+            let few = |inner: &mut Inner| {
+                inner.queue.len() < enough && inner.end.is_none() && !inner.closed
+            };
+            let waited = self.shared.made.wait_timeout_while(inner, patience, few);
             let (mut inner, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             inner.waiting -= 1;
-            inner.sleeping -= 1;
+            inner.enough = inner.waiting.min(1);
             drop(inner);
-            if timeout.timed_out() && !go_on() {
+            if timeout.timed_out() && patience == POLL && !go_on() {
                 return Err(Error::stopped());
             }
         }
@@ -330,8 +342,7 @@ fn produce(shared: &Shared, stop: &AtomicBool, start: Cursor) {
     let mut stream = Stream::new(Plan::new(catalog, config), pool, start, stop);
     loop {
         let idle = |inner: &mut Inner| {
-            let room = inner.queue.len() < config.prefetch;
-            let wanted = room || (inner.queue.is_empty() && inner.waiting > 0);
+            let wanted = inner.queue.len() < config.prefetch.max(inner.enough);
             inner.asleep = !wanted && !stop.load(Ordering::Relaxed);
             inner.asleep
         };
@@ -351,7 +362,8 @@ fn produce(shared: &Shared, stop: &AtomicBool, start: Cursor) {
             Ok(None) => inner.end = Some(Ok(())),
             Err(error) => inner.end = Some(Err(error)),
         }
-        let (ended, wake) = (inner.end.is_some(), inner.sleeping > 0);
+        let ended = inner.end.is_some();
+        let wake = inner.waiting > 0 && (ended || inner.queue.len() >= inner.enough);
         drop(inner);
         if wake {
             shared.made.notify_all();

@@ -9,10 +9,11 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use jspeed_mapped_file::{Mapping, armed};
+
 use crate::batch::{LINE, Line, view_mut, zeroed_lines};
 use crate::config::Backend;
 use crate::error::{Error, Kind};
-use crate::mapping::{self, Mapping};
 use crate::shard::{Catalog, HEADER_BYTES, Shard, open_regular};
 use crate::tokens::Tokens;
 
@@ -167,7 +168,7 @@ impl<'a> Readers<'a> {
 
     /// Before every batch: where faults are no longer answered, shards are read from here on.
     pub fn begin(&mut self) {
-        if self.backend == Backend::Map && !mapping::armed() {
+        if self.backend == Backend::Map && !armed() {
             self.backend = Backend::Pread;
             self.open.iter_mut().for_each(|(_, reader)| reader.map = None);
         }
