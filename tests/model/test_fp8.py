@@ -17,6 +17,7 @@ from jspeed.model.fp8 import (
     E4M3,
     E5M2,
     GRADIENT_MARGIN,
+    Rounding,
     Scales,
     forward_matmul,
     matmul,
@@ -147,6 +148,31 @@ def test_forward_product_in_fp8_has_the_gradients_of_the_plain_one(case, given):
 @jax.jit
 def measured_gradients(x, w, before, g):
     return jax.vjp(partial(measured_matmul, share=0.5), x, w, before)[1](g)
+
+
+def test_matmuls_of_a_layer_by_the_object_that_layers_share(case):
+    """Its amax, of the row and column asked for, and its scale; without FP8 a plain product."""
+    x, w, g = case
+    np.testing.assert_array_equal(Rounding().matmul(x, w.T, "values", 1), x @ w.T)
+    assert Rounding().of("values", 1) == (None, None)
+    amax = jnp.float32([[1.0, 2.0, 3.0], [4.0, 5.0, 0.3]])
+    of_values = jnp.float32([1.0, 0.02])
+    shared = Rounding(amax, {"mlp": slice(2), "values": 2}, {"values": of_values}, 0.5, 4.0)
+
+    def expected(x, w, amax):
+        return measured_matmul(x, w, amax[1, 2], 0.5, 4.0 / 448, of_values[1])
+
+    def found(x, w, amax):
+        return shared._replace(amax=amax).matmul(x, w.T, "values", 1)
+
+    for run in (expected, found):
+        y, pull = jax.vjp(run, jnp.asarray(x), jnp.asarray(w), amax)
+        pulled = [y, *pull(jnp.asarray(g))]
+        assert np.flatnonzero(pulled[3]).tolist() == [5]  # that of its own gradient alone
+        if run is expected:
+            wanted = pulled
+    for one, other in zip(wanted, pulled, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("before", [0.0, 0.3, 0.001])

@@ -1,6 +1,8 @@
 """Recipe jspeed3: what it has besides r92."""
 
+import difflib
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,13 @@ def test_all_that_is_counted_in_steps_is_086_of_r92s():
         0,
         0,
     ]
+
+
+def test_its_diff_to_r92_is_its_ideas():
+    """What both compute has the same words in the same order."""
+    before, after = (Path(module.__file__).read_text().splitlines() for module in (r92, jspeed3))
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert len(changed) <= 130
 
 
 def near_and_whole():

@@ -5,6 +5,7 @@ amax, the largest absolute value, of the step before. Parameters called ``larges
 amax.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -208,6 +209,43 @@ def _measured_backward(kernel, saved, g_NV):
 
 
 _measured_matmul.defvjp(_measured_forward, _measured_backward)
+
+
+class Rounding(NamedTuple):
+    """How matmuls of a forward pass are rounded to FP8, in one object for all its layers.
+
+    By default they are not. A slot names matrices of one kind; their number is that of their row in
+    ``amax``.
+    """
+
+    amax: jax.Array | None = None
+    """fp32 ``[N, n]``: the parameter that holds each amax of the step before (:func:`watch`). None:
+    FP8 is off."""
+    slots: Mapping[str, int | slice] = {}
+    """Columns of ``amax`` by slot."""
+    w_scales: Mapping[str, jax.Array] = {}
+    """:func:`scales_of` weights by slot, ``[N, ...]``."""
+    share: float = 1.0
+    """Of the batch that this pass has."""
+    x_largest: float | None = None
+    """A bound of all inputs' absolute values; None: their amax is taken."""
+    kernel: Kernel | None = None
+    """"FP8 casts", for :func:`measured_matmul`."""
+
+    def of(self, slot: str, number: int) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return the amax and the scales of some matrices; None for both where FP8 is off."""
+        if self.amax is None:
+            return None, None
+        return self.amax[number, self.slots[slot]], self.w_scales[slot][number]
+
+    def matmul(self, x: jax.Array, w_DV: jax.Array, slot: str, number: int) -> jax.Array:
+        """Return ``x @ w_DV``, ``[..., V]``: by :func:`measured_matmul` unless FP8 is off."""
+        if self.amax is None:
+            return x @ w_DV
+        w_VD, (amax, w_scale) = w_DV.T, self.of(slot, number)
+        assert amax is not None
+        x_scale = self.x_largest and self.x_largest / E4M3_MAX
+        return measured_matmul(x, w_VD, amax, self.share, x_scale, w_scale, kernel=self.kernel)
 
 
 def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -7,57 +7,35 @@ What        Against r89: layers without attention or MLP, narrow heads, four val
             moment a row. Training scores the lane's targets and some negatives, in the last tenth
             everything. ANVIL on matrices: two momenta, six maps. After the last step averages take
             the weights' place, with their norm.
-Departures  r89's; negatives start at lane x V / 8 + step x columns, there where the search of the
-            step before ended; gradients of n-grams add up in fp32 and travel in every step, there
-            once an update in fp16 and bf16; FP8 scales are measured or delayed by 1.8 to 16, there
-            constant or by 1.03 to 1.25, and gradients of queries, keys and values are e5m2, there
-            e4m3; sums of value tables and averages are fp32.
-Source      modded-nanogpt record 92 (ANVIL2), 39.914 s on 8xH100 (n = 18, 3.27731): the six files
-            in the run log
+Departures  r89's. Negatives start at lane x V / 8 + step x columns, in the original where the last
+            search ended. Gradients of n-grams are added in fp32 and exchanged in every step, in the
+            original in fp16 and bf16, once an update. FP8 scales are current, or delayed by 1.8 to
+            16; in the original constant, or by 1.03 to 1.25. Gradients of queries, keys and values
+            are e5m2, in the original e4m3. Sums of value tables and averages are fp32.
+Source      modded-nanogpt record 92 (ANVIL2), 39.914 s on 8xH100 (n = 18, 3.27731): six files in
+            its log of commit 4f5270e5,
             records/track_1_short/2026-08-30_ANVIL2/this_pr/01b2f094-4536-479c-b0dd-cb14eba4844c.txt
-            (4f5270e5).
 Hardware    8xH100: not run here.
 Parent      r89
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.nn import initializers
 
-from jspeed.model import fp8
-from jspeed.model.attention import attention, find_documents
+from jspeed.model import fp8, layers, mudd
+from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
-from jspeed.model.layers import (
-    look_up_all,
-    look_up_each,
-    lookup,
-    rms_norm,
-    scaled,
-    scaled_bank,
-    sparse_gate,
-    uniform,
-    zero_every,
-)
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
-from jspeed.model.mudd import (
-    Term,
-    Terms,
-    add_normed,
-    blend,
-    coefficients,
-    grouped_coefficients,
-    named,
-    normed_twice,
-    padded,
-    slots,
-)
 from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -154,7 +132,7 @@ LAST_STEPS = (298, 250)  # that the slower averages and the faster ones see
 FORGET = 0.212  # of those, after which a weight counts 1 / e in the faster ones
 WORDS_BLEND = 0.65  # share of an average at the end
 BANKS_BLEND = 0.55
-FASTER = 0.2007  # so much less where a faster average is there already
+FASTER = 0.2007  # less of BANKS_BLEND where a bank has a faster average already
 
 # Evaluation
 TARGET_LOSS = 3.28  # nats per token
@@ -162,9 +140,7 @@ EVAL_EVERY = 250
 EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
-# as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes
-# (91)
-CANONICAL = False
+CANONICAL = False  # True: evaluation rules out what GPT-2's tokenizer never writes (record 91)
 
 STARTS = (0, *accumulate(STEPS))
 TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
@@ -179,32 +155,40 @@ KINDS = {
     "skip": ((SKIP_INTO,), 1, 0.5),
 }
 KINDS |= {"start": (START_LAYERS, 1, 0.0), "ngram": (NGRAM_LAYERS, 1, 0.05)}
-GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
-# What the last layer mixes, in the order of use, and what is added after it.
+GATES, GATE_STARTS = mudd.slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
+# Sums of the last layer: their terms, and where the coefficients start that tokens weigh them by.
 GAIN = 1.1**0.5
-MIX_STARTS = padded(
-    [0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8
-)
+MIX = {
+    "values": {"first": 0.0, "shared": 0.0, "state": 0.0},
+    "state": {"first": 0.0, "shared": 0.0, "state": 0.0},  # 1 is added to the last
+    "table": {"low heads": 2.0, "high heads": 2.0},  # of values
+    "MLP": {"state": GAIN, "attention": 1.0, "first": 0.0, "ngrams": 0.05},
+    "end": {"state": GAIN, "MLP": 1.0},
+}
+SLOTS = [(to, of) for to, terms in MIX.items() for of in terms]
+# Likewise in the sum that the head reads.
+ADDED = dict.fromkeys(("first", "shared", "input", "values 0", "skip", "values 1"), 0.0)
+ADDED |= {"shared": -0.5, "values 3": 0.0, "values 2": 0.0, "fed": 0.0, "normed": 0.0}
+MIX_STARTS = mudd.padded([MIX[to][of] for to, of in SLOTS], list(ADDED.values()))
 # any power of two but 1
 HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5
-LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
-LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])
+# Columns of "largest", by matrices; every scale starts at 1.
+AMAX: dict[str, int | slice] = {"mlp": slice(3), "queries_keys": 3, "values": 4}
+LARGEST = initializers.constant(np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0]))
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
+WORDS, VALUES = (VOCAB, WIDTH), (VOCAB, VALUE_TABLES, WIDTH)
+uniform, uniform_up = layers.uniform(0.5), layers.uniform(3**-0.5)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 # The steps in which tables are updated.
-STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
-UPDATES = np.array(
-    [step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32
-)
+EVERY = np.repeat(TABLES_EVERY, STEPS)
+UPDATES = np.flatnonzero(np.arange(1, TOTAL + 1) % EVERY == 0).astype(np.int32)
 
-
+Params = dict[str, Array]
 # Columns that are read of each matrix for queries and keys, and of each for values: half of every
 # head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
-READ_KEYS = (
-    np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None]
-    | HALF[: 2 * HEAD_WIDTH]
-)
+WIDE = np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)
+READ_KEYS = WIDE[:, None] | HALF[: 2 * HEAD_WIDTH]
 READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
 
 
@@ -213,28 +197,20 @@ def bank(
 ) -> ParamSpec:
     """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can
     share them. Of ``halves`` layers half is read, WIDTH^2 numbers."""
-    padding, unread = -count % LANES, WIDTH**2 * halves
+    axes, padding = ("matrix", "in", "out"), -count % LANES
 
-    def draw(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+    def draw(key: Array, shape: Any, dtype: Any) -> Array:
         return init(key, shape, dtype) * (jnp.arange(shape[0]) < count)[:, None, None]
 
-    return ParamSpec(
-        (count + padding, *shape),
-        ("matrix", "in", "out"),
-        draw,
-        group,
-        COMPUTE,
-        padding,
-        unread=unread,
-    )
+    shape, unread = (count + padding, *shape), WIDTH**2 * halves
+    return ParamSpec(shape, axes, draw, group, COMPUTE, padding, unread=unread)
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
     """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by
     where they start."""
-    init, compute = (
-        (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
-    )
+    init = start if callable(start) else initializers.constant(np.array(start))
+    compute = COMPUTE if callable(start) else None
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
@@ -242,29 +218,21 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 # ATTENDING; narrow layers read the first half of each head. Bank "values_outs": value and output of
 # each; bank "mlp": up and down of each in FEEDS, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec(
-        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
-    ),
-    "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
+    "embed": ParamSpec(WORDS, ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "head": ParamSpec(WORDS, ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
-        (VOCAB, VALUE_TABLES, WIDTH),
-        ("token", "table", "model"),
-        small,
-        "tables",
-        COMPUTE,
-        every=4,
-        summed=True,
+        VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
     ),
     "ngrams": ParamSpec(
         (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2
     ),
     "queries_keys": bank(
-        uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW
+        uniform, "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW
     ),
     "values_outs": bank(
-        uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)
+        uniform, "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)
     ),
-    "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
+    "mlp": bank(layers.zero_every(2, uniform), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
     "value_gates": slow(zeros, "value_gates", VALUE_TABLES - 1, GATE_WIDTH, HEADS),
     "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
     "attention_scales": slow((0.5, 1.0), "scalars", LAYERS, 2),
@@ -272,247 +240,324 @@ PARAMETERS = {
     "skip_scale": slow(-1.5, "scalars"),
     "layer_scales": slow(GAIN, "layer_scales", LAYERS, 2),
     "post_scales": slow(1.0, "post_scales", LAYERS, 2),
-    "mudd_up": slow(uniform(3**-0.5), "mudd", 2, WIDTH, MUDD_WIDTH),
+    "mudd_up": slow(uniform_up, "mudd", 2, WIDTH, MUDD_WIDTH),
     "mudd_down": slow(zeros, "mudd", 2, MUDD_WIDTH, MIX_STARTS.shape[1]),
-    "mudd_groups": slow(zeros, "mudd", MUDD_WIDTH, 10, MIX_GROUPS),
+    "mudd_groups": slow(zeros, "mudd", MUDD_WIDTH, len(ADDED), MIX_GROUPS),
     "mudd_bias": slow(MIX_STARTS / MUDD_SCALE, "mudd_bias", *MIX_STARTS.shape),
-    "gates_up": slow(uniform(3**-0.5), "gates", 2, WIDTH, MUDD_WIDTH),
+    "gates_up": slow(uniform_up, "gates", 2, WIDTH, MUDD_WIDTH),
     "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
     "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
     "gates_scale": slow(MUDD_SCALE, "gates_bias"),
-    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the
-    # gradients that enter its matmuls, of a layer's queries and keys, and of its values, their
-    # gradient. Every scale starts at 1.
-    "largest": ParamSpec(
-        (len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"
-    ),
+    # No parameter: amax of the step before, for FP8. Of each MLP its activation and the gradients
+    # that enter its matmuls; of queries and keys, and of values, their gradient.
+    "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), LARGEST, "largest"),
 }
 
 
-def hidden(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
-) -> jax.Array:
+class Common(NamedTuple):
+    """What all layers of a forward pass read."""
+
+    params: Params
+    ctx: Context
+    kernel: Callable[[str], Any]  # an own kernel, where the devices have it
+    documents: Documents
+    values: list[Array]  # [B, T, D] of each value table: the tokens' rows
+    mlp: Array  # [n, 2, D, F]; scaled where it is used
+    queries_keys: Array  # like this bank and the next in PARAMETERS, scaled
+    values_outs: Array
+    fp8: fp8.Rounding
+    start_BTD: Array  # the state of words alone
+    ngram_BTD: Array
+    gates: dict[tuple[str, int], Array]  # [B, T] or [B, T, H], by kind and layer (KINDS)
+
+
+def hidden(params: Params, tokens_BT: Array, ctx: Context, e_BTD: Array | None = None) -> Array:
     """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where
-    they are known."""
-    stage, lanes = ctx.stage.own, tokens_BT.shape
-    heads = (*lanes, HEADS, HEAD_WIDTH)
-    segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
-    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len, segment)
-    values = look_up_all(params["values"], tokens_BT)
-    narrow, wide = (
-        yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
-        for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
-    )
-    largest = params["largest"] if ctx.use_fp8(FP8) else None
-    own_kernel = partial(ctx.kernel, OWN_KERNELS)
-    casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
-    normed, summed = own_kernel("gradient of a norm"), own_kernel("sums of rows")
-    matrices = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
-    share = lanes[0] / (LANES * ctx.pieces)
-    # Scales of all layers at once; the last one has none after it.
-    layers = np.array(ATTENDING)
-    own = params["attention_scales"][layers].astype(matrices.dtype)
-    after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
-    heads_in = scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
-    heads_out = scaled_bank(params["values_outs"], own.reshape(-1))
-    heads_out = scaled_bank(
-        heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1)
-    )
-    if largest is not None:
-        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(
-            -1
-        )
-        feed_scales = fp8.scales_of(params["mlp"][: len(after_feed)], after_feed).reshape(-1, 2)
-        in_scales = jnp.max(
-            fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1
-        )
-        value_scales = fp8.scales_of(heads_out[: 2 * len(layers) : 2], read_NO=READ_VALUES)
+    they are known.
 
-    def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
-        up, down = matrices[number]
-        watched, w_scales = (
-            (None, None) if largest is None else (largest[number, :3], feed_scales[number])
-        )
-        fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
-        return mlp(a_BTD, up, scaled(down, scale), kernel=own_kernel("MLP"), **fp8_of)
+    A layer, with ``g`` that each token computes (gates) and ``b`` that all share; fields say which
+    layers have each part::
 
-    def feeds(layer: int, scale: jax.Array) -> Terms:
-        return lambda a_BTD, _: [
-            (1, feed(a_BTD, number, scale)) for number, fed in enumerate(FEEDS) if fed == layer
-        ]
+        a = rms_norm(x)  # after SHARED_FROM: of the state after that layer
+        q, k, v = rotated(a @ Wq), rotated(a @ Wk), a @ Wv + g * rows of a value table
+        y = g * (attention(q, k, v) - tanh(g) * its part along v) @ Wo
+        x = b * x + y + g * start + g * ngrams
+        x = b * x + relu(rms_norm(x) @ Wup)**2 @ Wdown
 
-    def attends(layer: int, others: list[Term]) -> Terms:
-        if layer not in ATTENDING:
-            return lambda *_: others
-        gate = partial(value_gate, layer=layer)
-        return lambda a_BTD, first_BTC: [(1, attend(a_BTD, layer, gate(first_BTC))), *others]
-
-    def attend(
-        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0
-    ) -> jax.Array:
-        number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
-        angles, scale = wide if long else narrow
-        width = HEAD_WIDTH if layer in LONG_LAYERS else HEAD_WIDTH // 2
-        of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
-        queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
-        queries_keys = jnp.moveaxis(
-            queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1
-        )
-        value, out = heads_out[2 * number : 2 * number + 2]
-        value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
-        out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
-        # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
-        queries_keys, value = (x.reshape(WIDTH, -1) for x in (queries_keys, value))
-        if largest is None:
-            y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
-        else:
-            multiply = partial(
-                fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, kernel=casts
-            )
-            y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
-            v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
-        positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
-        v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
-        turned = angles, positions_TP, rotary, documents, long, v_BTHK.shape[-1]
-        q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
-        if gate_BTH is not None:
-            v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, marked = attention_in_pairs if paired else attention, rotary is not None
-        tagged = marked and width < v_BTHK.shape[-1]
-        path = partial(path, marked=marked, tagged=tagged, backend=ctx.attention)
-        y_BTHK = path(
-            q_BTHK,
-            k_BTHK,
-            v_BTHK,
-            scale=scale,
-            documents=documents,
-            window=ctx.stage.windows[layer],
-        )
-        if layer in XSA_LAYERS:
-            factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, kernel=own_kernel("XSA"))
-        elif long:
-            y_BTHK *= gates["heads", layer][..., None]
-        return y_BTHK.reshape(*lanes, -1) @ out
-
-    def value_gate(first_BTC: jax.Array, layer: int) -> jax.Array | None:
-        if layer not in VALUE_OF:
-            return None
-        read = [first_BTC, values[VALUE_OF[layer]][..., : GATE_WIDTH // 2]]
-        return 2 * sparse_gate(
-            jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]]
-        )
-
-    tied = STARTS[stage + 1] - 1 <= LAST_TIED
-    if e_BTD is None or not tied:
-        e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
-    start_BTD = rms_norm(
-        smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0]))
-    )
-    rows_BT = ngram_rows(tokens_BT)
-    found_BTD = ctx.fetch(params["ngrams"], rows_BT, kernel=summed).astype(e_BTD.dtype)
-    signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
-    bigram_BTD, trigram_BTD = (
-        x_BTD * sign_BTD
-        for x_BTD, sign_BTD in zip(jnp.split(found_BTD, 2, axis=1), signed, strict=True)
-    )
-    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
-    gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
-    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
-    outputs: list[jax.Array] = []
+    In the last one, and in the sum that the head reads, tokens weigh every term (MIX, ADDED).
+    """
+    # --- Before all layers ---
+    tied = STARTS[ctx.stage.own + 1] - 1 <= LAST_TIED
+    words_VD = params["head" if tied else "embed"]
+    common = prepared(params, tokens_BT, ctx, words_VD, e_BTD if tied else None)
+    gates, start_BTD, ngram_BTD = common.gates, common.start_BTD, common.ngram_BTD
+    x_BTD = first_BTD = mudd.blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
+    # --- Layers ---
+    outputs: list[Array] = []
     for layer in range(LAST):
-        if layer == GATES_FROM:
-            gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
-        before, after = params["layer_scales"][layer], params["post_scales"][layer, 1]
-        if layer == SKIP_INTO:
-            skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
-            x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
-        else:
-            others: list[Term] = []
-            if layer in START_LAYERS:
-                others += [(gates["start", layer], start_BTD)]
-            if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
-                others += [(gates["ngram", layer], ngram_BTD)]
-            terms, read = attends(layer, others), GATE_WIDTH // 2
-            if layer <= SHARED_FROM:
-                kernel = normed if layer in ATTENDING else None
-                x_BTD = add_normed(terms, x_BTD, before[0], kernel, read)
-            else:
-                of_shared = terms(*normed_twice(outputs[SHARED_FROM], read))
-                x_BTD = blend((before[0], x_BTD), *of_shared)
-        kernel = None if layer in NO_MLP else normed
-        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernel)
+        if layer == GATES_FROM:  # anew, from a state that knows its context
+            c_BTN = mudd.coefficients(x_BTD, params, "gates", 1, params["gates_scale"])
+            gates |= mudd.named(c_BTN, GATES[1])
+        x_BTD = after_layer(layer, x_BTD, common, outputs)
         outputs.append(x_BTD)
-
+    # --- Last layer ---
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
-    c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 0, MUDD_SCALE), -1, 0)
-    more_BTHK = blend((c[0], first_BTD), (c[1], shared_BTD), (c[2], x_BTD)).reshape(heads)
-    x_BTD = blend((1 + c[5], x_BTD), (c[3], first_BTD), (c[4], shared_BTD))
-    gate_BTH = jnp.repeat(jnp.moveaxis(c[6:8], 0, -1), HEADS // 2, axis=-1)
-    y_BTD = attend(rms_norm(shared_BTD), LAST, gate_BTH, more_BTHK)
-    x_BTD = blend((c[8], x_BTD), (c[9], y_BTD), (c[10], first_BTD), (c[11], ngram_BTD))
-    a_BTD = rms_norm(x_BTD)
-    x_BTD = blend((c[12], x_BTD), (c[13], feed(a_BTD, FEEDS.index(LAST))))
-    c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
-    added = [
-        first_BTD,
-        shared_BTD,
-        input_BTD,
-        values[0],
-        outputs[SKIP_FROM],
-        values[1],
-        values[3],
-        values[2],
-    ]
-    added += [a_BTD, rms_norm(shared_BTD)]
-    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True)))
+    x_BTD, fed_BTD = after_last(x_BTD, first_BTD, shared_BTD, common)
+    # --- What the head reads: groups of channels weigh earlier states apart ---
+    c_NBTG = jnp.moveaxis(mudd.grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
+    added = {"first": first_BTD, "shared": shared_BTD, "input": input_BTD, "fed": fed_BTD}
+    added |= {f"values {number}": rows_BTD for number, rows_BTD in enumerate(common.values)}
+    added |= {"skip": outputs[SKIP_FROM], "normed": layers.rms_norm(shared_BTD)}
+    terms = zip(c_NBTG, (added[name] for name in ADDED), strict=True)
+    return layers.rms_norm(mudd.blend((1, x_BTD), *terms))
 
 
-def ngram_rows(tokens_BT: jax.Array) -> jax.Array:
+def prepared(
+    params: Params, tokens_BT: Array, ctx: Context, words_VD: Array, e_BTD: Array | None
+) -> Common:
+    """Return what all layers read; ``e_BTD`` are rows of ``words_VD`` where they are known."""
+    # --- Documents, values, matrices ---
+    # In training documents are cut at SEGMENT: attention launches blocks for the longest allowed.
+    kernel, longest = partial(ctx.kernel, OWN_KERNELS), ctx.stage.max_doc_len
+    segment = SEGMENT if ctx.training and SEGMENT < (longest or 0) else None
+    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, longest, segment)
+    values = layers.look_up_all(params["values"], tokens_BT)
+    mlp = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
+    banks = scaled_banks(params, ctx, len(tokens_BT))
+    # --- First state: the word, and some of the word before ---
+    if e_BTD is None:
+        e_BTD = layers.lookup(words_VD, tokens_BT)
+    gate_BT = params["smear_scale"] * layers.sparse_gate(e_BTD, params["smear_gate"][0])
+    start_BTD = layers.rms_norm(smear(e_BTD, gate_BT))
+    # --- N-grams: those that collide in a row differ in signs, and do not add up ---
+    sums = kernel("sums of rows")
+    found = jnp.split(ctx.fetch(params["ngrams"], ngram_rows(tokens_BT), kernel=sums), 2, axis=1)
+    signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
+    bigram_BTD, trigram_BTD = (x_BTD * sign for x_BTD, sign in zip(found, signed, strict=True))
+    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
+    c_BTN = mudd.coefficients(start_BTD, params, "gates", 0, params["gates_scale"])
+    gates = mudd.named(c_BTN, GATES[0])
+    return Common(params, ctx, kernel, documents, values, mlp, *banks, start_BTD, ngram_BTD, gates)
+
+
+def scaled_banks(params: Params, ctx: Context, lanes: int) -> tuple[Array, Array, fp8.Rounding]:
+    """Return the banks of attention with all scales, and how matmuls of ``lanes`` are rounded.
+
+    Weights are scaled, not activations, which would need a pass over them; and all layers at once,
+    since one alone is kernels of a few numbers.
+    """
+    # --- Scales ---
+    attending, feeds = np.array(ATTENDING), np.array(FEEDS)
+    own = params["attention_scales"][attending].astype(params["mlp"].dtype)
+    # The last layer has none after it: MIX weighs what it adds.
+    after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
+    queries_keys = layers.scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
+    values_outs = layers.scaled_bank(params["values_outs"], own.reshape(-1))
+    of_outs = jnp.stack([jnp.ones(len(attending)), after[attending, 0]], axis=1).reshape(-1)
+    values_outs = layers.scaled_bank(values_outs, of_outs)
+    if not ctx.use_fp8(FP8):
+        return queries_keys, values_outs, fp8.Rounding()
+    # --- FP8 ---
+    of_downs = jnp.stack([jnp.ones(len(feeds)), after[feeds, 1]], axis=1).reshape(-1)
+    of_mlps = fp8.scales_of(params["mlp"][: len(of_downs)], of_downs).reshape(-1, 2)
+    of_heads = fp8.scales_of(queries_keys[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS)
+    of_keys = jnp.max(of_heads, axis=1)
+    of_values = fp8.scales_of(values_outs[: 2 * len(attending) : 2], read_NO=READ_VALUES)
+    w_scales = {"mlp": of_mlps, "queries_keys": of_keys, "values": of_values}
+    share, casts = lanes / (LANES * ctx.pieces), ctx.kernel(OWN_KERNELS, "FP8 casts")
+    rounding = fp8.Rounding(params["largest"], AMAX, w_scales, share, WIDTH**0.5, casts)
+    return queries_keys, values_outs, rounding
+
+
+def after_layer(layer: int, x_BTD: Array, common: Common, outputs: list[Array]) -> Array:
+    """Return the state after ``layer``, ``[B, T, D]``; ``outputs`` are those of earlier layers."""
+    params, gates, normed = common.params, common.gates, common.kernel("gradient of a norm")
+    before, after = params["layer_scales"][layer], params["post_scales"][layer, 1]
+    # --- Attention, words, n-grams ---
+    others: list[mudd.Term] = []
+    if layer in START_LAYERS:
+        others += [(gates["start", layer], common.start_BTD)]
+    if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
+        others += [(gates["ngram", layer], common.ngram_BTD)]
+
+    def attended(a_BTD: Array, first_BTC: Array) -> list[mudd.Term]:
+        if layer not in ATTENDING:
+            return others
+        return [(1, attend(a_BTD, layer, common, value_gate(first_BTC, layer, common))), *others]
+
+    channels = GATE_WIDTH // 2
+    if layer == SKIP_INTO:
+        skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
+        x_BTD = mudd.blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
+    elif layer <= SHARED_FROM:
+        kernel = normed if layer in ATTENDING else None
+        x_BTD = mudd.add_normed(attended, x_BTD, before[0], kernel, channels)
+    else:
+        of_shared = attended(*mudd.normed_twice(outputs[SHARED_FROM], channels))
+        x_BTD = mudd.blend((before[0], x_BTD), *of_shared)
+
+    # --- MLP: one, none, or two ---
+    def fed(a_BTD: Array, _: Array) -> list[mudd.Term]:
+        numbers = (number for number, of in enumerate(FEEDS) if of == layer)
+        return [(1, feed(a_BTD, number, common, after)) for number in numbers]
+
+    return mudd.add_normed(fed, x_BTD, before[1], None if layer in NO_MLP else normed)
+
+
+def after_last(
+    x_BTD: Array, first_BTD: Array, shared_BTD: Array, common: Common
+) -> tuple[Array, Array]:
+    """Return the state after the last layer, and what its MLP reads: ``[B, T, D]`` each."""
+    c_NBT = jnp.moveaxis(mudd.coefficients(x_BTD, common.params, "mudd", 0, MUDD_SCALE), -1, 0)
+    c = lambda to, of: c_NBT[SLOTS.index((to, of))]
+    mixed = lambda to, **states: mudd.blend(*((c(to, of), x) for of, x in states.items()))
+    # --- Attention: reads the shared state, and has values of three ---
+    more_BTD = mixed("values", first=first_BTD, shared=shared_BTD, state=x_BTD)
+    more_BTHK = more_BTD.reshape(*x_BTD.shape[:2], HEADS, HEAD_WIDTH)
+    kept = 1 + c("state", "state"), x_BTD
+    x_BTD = mudd.blend(kept, (c("state", "first"), first_BTD), (c("state", "shared"), shared_BTD))
+    first = SLOTS.index(("table", "low heads"))
+    gate_BT2 = jnp.moveaxis(c_NBT[first : first + len(MIX["table"])], 0, -1)
+    gate_BTH = jnp.repeat(gate_BT2, HEADS // 2, axis=-1)
+    y_BTD = attend(layers.rms_norm(shared_BTD), LAST, common, gate_BTH, more_BTHK)
+    # --- MLP ---
+    x_BTD = mixed("MLP", state=x_BTD, attention=y_BTD, first=first_BTD, ngrams=common.ngram_BTD)
+    a_BTD, number = layers.rms_norm(x_BTD), FEEDS.index(LAST)
+    ends = (c("end", "state"), x_BTD), (c("end", "MLP"), feed(a_BTD, number, common))
+    return mudd.blend(*ends), a_BTD
+
+
+def attend(
+    a_BTD: Array, layer: int, common: Common, gate_BTH: Array | None, more_BTHK: Array | float = 0.0
+) -> Array:
+    """Return what attention of ``layer`` makes of ``a_BTD``: ``[B, T, D]``. ``more_BTHK`` is added
+    to its values, and ``gate_BTH`` times the rows of its value table."""
+    ctx, documents, gates = common.ctx, common.documents, common.gates
+    number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
+    lanes, width = a_BTD.shape[:2], HEAD_WIDTH if long else HEAD_WIDTH // 2
+    queries_keys, value, out = matrices(layer, width, common)
+    # --- Queries, keys, values ---
+    # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
+    y_BTE = common.fp8.matmul(a_BTD, queries_keys, "queries_keys", number)
+    v_BTE = common.fp8.matmul(a_BTD, value, "values", number)
+    # Paired heads interleave to one sequence, in which each sees the other's keys too.
+    positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
+    v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more_BTHK
+    rotary, wide = common.kernel("queries and keys"), v_BTHK.shape[-1]
+    scale, blocks = (WIDE_SCALE, LONG_WINDOWS) if long else (NARROW_SCALE, SHORT_WINDOWS)
+    windows = [BLOCK * n for n in blocks[: ctx.stage.own + 1]]
+    angles, scale = yarn(frequencies(HEAD_WIDTH // 4), scale, windows)
+    turned = angles, positions_TP, rotary, documents, long, wide
+    q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
+    if gate_BTH is not None:
+        rows_BTD = common.values[VALUE_OF[layer]]
+        v_BTHK += gate_BTH[..., None] * rows_BTD.reshape(*lanes, HEADS, HEAD_WIDTH)[..., :wide]
+    # --- Attention ---
+    # The kernel of queries and keys marks lanes of too many documents. It fills up narrow heads
+    # with tags of documents, so that attention needs no mask of them.
+    marked = rotary is not None
+    y_BTHK = (attention_in_pairs if paired else attention)(
+        q_BTHK,
+        k_BTHK,
+        v_BTHK,
+        scale=scale,
+        documents=documents,
+        window=ctx.stage.windows[layer],
+        marked=marked,
+        tagged=marked and width < wide,
+        backend=ctx.attention,
+    )
+    # --- Heads: without their own token's value, which the state has already; some louder ---
+    if layer in XSA_LAYERS:
+        factors = gates["own value", layer], gates.get(("heads", layer))
+        y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, kernel=common.kernel("XSA"))
+    elif long:
+        y_BTHK *= gates["heads", layer][..., None]
+    return y_BTHK.reshape(*lanes, -1) @ out
+
+
+def matrices(layer: int, width: int, common: Common) -> tuple[Array, Array, Array]:
+    """Return matrices ``[in, out]`` for queries and keys, whose heads are ``width`` wide, for
+    values, and for the output."""
+    number, of_values = ATTENDING.index(layer), slice(HEAD_WIDTH // (1 + (layer in HALF_LAYERS)))
+    queries_keys = common.queries_keys[HEADS * number : HEADS * (number + 1)]
+    by_head = queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width]
+    queries_keys = jnp.moveaxis(by_head, 0, 1)
+    value, out = common.values_outs[2 * number : 2 * number + 2]
+    value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
+    out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
+    return queries_keys.reshape(WIDTH, -1), value.reshape(WIDTH, -1), out
+
+
+def value_gate(first_BTC: Array, layer: int, common: Common) -> Array | None:
+    """Return what heads take of their value table, by a few channels of state and rows: 0 to 2,
+    ``[B, T, H]``."""
+    if layer not in VALUE_OF:
+        return None
+    read = [first_BTC, common.values[VALUE_OF[layer]][..., : GATE_WIDTH // 2]]
+    gates = common.params["value_gates"]
+    return 2 * layers.sparse_gate(jnp.concatenate(read, axis=-1), gates[VALUE_OF[layer]])
+
+
+def feed(a_BTD: Array, number: int, common: Common, scale: Array | None = None) -> Array:
+    """Return ``scale`` times what the MLP of FEEDS[``number``] makes of ``a_BTD``."""
+    (up, down), rounding = common.mlp[number], common.fp8
+    largest, w_scales = rounding.of("mlp", number)
+    of_fp8 = partial(mlp, largest=largest, w_scales=w_scales, x_largest=rounding.x_largest)
+    down, kernel = layers.scaled(down, scale), common.kernel("MLP")
+    return of_fp8(a_BTD, up, down, share=rounding.share, kernel=kernel)
+
+
+def ngram_rows(tokens_BT: Array) -> Array:
     """Return the rows of the table that tokens name, ``[B, 2 T]``."""
     return bigram_and_trigram_rows(tokens_BT, NGRAMS)
 
 
-def logits(params: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
+def logits(params: Params, x_BTD: Array, ctx: Context) -> Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
     return softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
 
 
-def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+def forward(params: Params, tokens_BT: Array, ctx: Context) -> Array:
     """Return the logits of every position."""
-    return logits(params, hidden(params, tokens_BT, ctx), ctx)
+    x_BTD = hidden(params, tokens_BT, ctx)
+    return logits(params, x_BTD, ctx)
 
 
 def loss(
-    params: dict[str, jax.Array],
-    tokens_BT: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
-    ctx: Context,
-) -> tuple[jax.Array, jax.Array]:
+    params: Params, tokens_BT: Array, targets_BT: Array, weights_BT: Array, ctx: Context
+) -> tuple[Array, Array]:
     """Return (weighted sum of all targets' losses over a lane, loss of every token in nats), both
     over a part of the vocabulary until the last stages."""
-    scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
-    score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
-    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over
-    # a lane.
-    shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+    # --- Targets ---
+    # The sum over a lane, for which FP8 scales, Adam's epsilon and its memory of smaller batches
+    # are meant.
+    stage = ctx.stage.own
+    shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[stage]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
-    if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
+    if STARTS[stage] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
+    # --- Candidates: until the last stages a lane scores a part of the vocabulary ---
+    lanes, columns, e_BTD = range(len(tokens_BT)), COLUMNS[stage], None
+    if columns < VOCAB:
+        starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
+        chosen = [
+            # all targets of the lane, then the next in a fixed order
+            candidates(targets_BT[lane], VOCAB, columns, starts[lane])
+            for lane in lanes
+        ]
+        # At once: the gradient of the table that these stages share is added up once.
+        ids = tokens_BT, *(ids_C for ids_C, _ in chosen)
+        e_BTD, *of_lanes = layers.look_up_each(params["head"], list(ids))
+    # --- Scores ---
+    x_BTD = hidden(params, tokens_BT, ctx, e_BTD)
+    scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
+    head = partial(fp8.head, scales=scales)
+    score = partial(cross_entropy, head, cap=CAP, kept_at=kept_at, chunk=ctx.head_chunk)
     if columns >= VOCAB:
-        x_BTD = hidden(params, tokens_BT, ctx)
-        return score(params["head"], x_BTD, targets_NBT, weights_NBT, chunk=ctx.head_chunk)
-    starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
-    chosen = [candidates(targets_BT[lane], VOCAB, columns, starts[lane]) for lane in lanes]
-    # At once: the gradient of the table that these stages share is added up once.
-    e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
-    score = partial(score, chunk=ctx.head_chunk)
-    return over_candidates(
-        score, of_lanes, chosen, hidden(params, tokens_BT, ctx, e_BTD), targets_NBT, weights_NBT
-    )
+        return score(params["head"], x_BTD, targets_NBT, weights_NBT)
+    return over_candidates(score, of_lanes, chosen, x_BTD, targets_NBT, weights_NBT)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -524,16 +569,10 @@ def optimizer() -> optax.GradientTransformation:
     _, beta1, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    by_group["tables"] = when_due(
-        cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4
-    )
-    muon = partial(
-        anvil,
-        lambda step: ANVIL_LR * rate(step),
-        through(MOMENTUM),
-        Rails(*RAILS),
-        beta2=ANVIL_BETA2,
-    )
+    adam = cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays)
+    by_group["tables"] = when_due(adam, every=4)
+    schedules = (lambda step: ANVIL_LR * rate(step)), through(MOMENTUM), Rails(*RAILS)
+    muon = partial(anvil, *schedules, beta2=ANVIL_BETA2)
     wide = max(1.0, MLP_WIDTH / WIDTH) ** 0.5
     live = np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
     up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
@@ -548,17 +587,11 @@ def row_optimizers() -> dict[str, RowTransformation]:
     _, _, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    adam = row_adam(
-        of_tables,
-        betas,
-        eps=ADAM_EPS,
-        weight_decay=decays,
-        own_kernels=OWN_KERNELS,
-    )
+    adam = row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)
     return {"ngrams": adam}
 
 
-def of_tables(update: jax.Array) -> jax.Array:
+def of_tables(update: Array) -> Array:
     """The rate of an update of tables, by how many came before it."""
     return TABLES[0] * rate(jnp.asarray(UPDATES)[update])
 
@@ -566,7 +599,7 @@ def of_tables(update: jax.Array) -> jax.Array:
 def of_pairs(value: Any) -> optax.Schedule:
     """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an
     update stands for."""
-    pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in UPDATES])
+    pairs = EVERY[UPDATES] / 2
     return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
 
 
@@ -594,18 +627,10 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-WIDTHS = [
-    (layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS))
-    for layer in range(LAYERS)
-]
-ROWS = zip(
-    STEPS,
-    LANE_LENS,
-    MAX_DOC_LENS,
-    MAX_DOCS,
-    map(windows_of, LONG_WINDOWS, SHORT_WINDOWS),
-    strict=True,
-)
+# a quarter of WIDTH for queries, keys and values of half a head, all of it for both whole
+QUARTERS = [3 + (n in LONG_LAYERS) - (n in HALF_LAYERS) for n in range(LAYERS)]
+WINDOWS = map(windows_of, LONG_WINDOWS, SHORT_WINDOWS)
+ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, WINDOWS, strict=True)
 STAGES = tuple(
     Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
     for number, row in enumerate(ROWS)
@@ -630,7 +655,7 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
-    attention_widths=tuple(WIDTH // 4 * quarters for quarters in WIDTHS),
+    attention_widths=tuple(WIDTH // 4 * (n in ATTENDING) * QUARTERS[n] for n in range(LAYERS)),
     eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
     row_optimizers=row_optimizers,
     named_rows={"ngrams": ngram_rows},
