@@ -6,7 +6,7 @@ What        Against r92: a pointer. One head of attention over the document's la
             distribution of the next token, in training and evaluation (over 8,192 tokens). N-grams
             are hashed from the first token of like text: Table, " table". From stage 2 on attention
             has gradients within 257 tokens. RETRIEVAL adds an n-gram look-up over earlier training
-            steps. Steps are 0.86 of r92's: see speed.md.
+            steps. Steps are 0.86 of r92's: lab/2026-11-27-jspeed3-draft.md.
 Departures  Keys lie within a window, not in two blocks (379); gradients end at one window, fixed
             beforehand (371).
 Source      r92; PRs 379 (pointer), 375 (classes), 371 (gradients), 367 (cells) of modded-nanogpt,
@@ -453,7 +453,7 @@ def attend(
     to its values, and ``gate_BTH`` times the rows of its value table."""
     ctx, documents, gates = common.ctx, common.documents, common.gates
     number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
-    lanes, width = a_BTD.shape[:2], HEAD_WIDTH if long else HEAD_WIDTH // 2
+    lanes, width = a_BTD.shape[:2], HEAD_WIDTH if long else HEAD_WIDTH // 2  # narrow: a lower loss
     queries_keys, value, out = matrices(layer, width, common)
     # --- Queries, keys, values ---
     # Two matmuls: kernels take queries and keys apart from values, and give such gradients.

@@ -434,7 +434,7 @@ def attend(
     to its values, and ``gate_BTH`` times the rows of its value table."""
     ctx, documents, gates = common.ctx, common.documents, common.gates
     number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
-    lanes, width = a_BTD.shape[:2], HEAD_WIDTH if long else HEAD_WIDTH // 2
+    lanes, width = a_BTD.shape[:2], HEAD_WIDTH if long else HEAD_WIDTH // 2  # narrow: a lower loss
     queries_keys, value, out = matrices(layer, width, common)
     # --- Queries, keys, values ---
     # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
