@@ -133,8 +133,7 @@ def head_cases(
         kernel: Kernel | None, q: jax.Array, k: jax.Array, none: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         of_tokens = words[:, :-1], words[:, 1:], documents
-        found = pointer.copies(0, q, k, none, *of_tokens, 2048, kernel)
-        return found.target_BT, found.none_BT
+        return pointer.copies(q, k, none, *of_tokens, 2048, kernel)
 
     kernels = pointer_attention.KERNEL, None
     copy = [with_gradients(partial(copied, kernel)) for kernel in kernels]

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
 from jspeed.model import fp8
-from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
+from jspeed.model.losses import Head, as_made, cross_entropy, root_cap, sigmoid_cap
 from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
 from jspeed.recipe import Context
@@ -41,7 +41,7 @@ def compiled(
     rows=1,
     chunk=None,
     sampled=None,
-    kept_at=None,
+    keep=as_made,
 ):
     """Compile the loss and gradients of ``tokens`` in ``rows`` rows, weighed as a step of 8 x
     ``tokens`` is.
@@ -52,12 +52,12 @@ def compiled(
 
     def loss(x, w, targets):
         weights = jnp.full(targets.shape, 1 / (8 * tokens), jnp.float32)
-        arguments = partial(fp8.head, scales=scales), w, x, targets, weights
+        head, arguments = partial(fp8.head, scales=scales), (w, x, targets, weights)
         if sampled:
             return sampled_cross_entropy(
-                *arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk
+                head, *arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk
             )
-        return cross_entropy(*arguments, cap=cap, chunk=chunk, kept_at=kept_at)
+        return cross_entropy(Head(head, chunk, keep), *arguments, cap=cap)
 
     x = array(device, (rows, tokens // rows, WIDTH), jnp.bfloat16)
     w = array(device, (VOCAB, WIDTH), jnp.float32)
@@ -118,7 +118,8 @@ def test_fp8_head(device, tokens, rows, cap):
 
 def test_fp8_head_whose_logits_are_e4m3(device):
     """Their matmul writes them."""
-    program, size = compiled(device, 16_384, SCALES, sigmoid_cap(15.0), kept_at=0.5), 16_384 * VOCAB
+    keep, size = partial(fp8.kept_in_e4m3, scale=0.5), 16_384 * VOCAB
+    program = compiled(device, 16_384, SCALES, sigmoid_cap(15.0), keep=keep)
     assert len(gemms(program)) == 3 and made(program, size) == {"f8e4m3fn": 1, "f8e5m2": 2}
     assert program.memory_analysis().temp_size_in_bytes < 1.03 * 3 * size
 

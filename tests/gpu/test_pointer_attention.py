@@ -31,10 +31,8 @@ def test_shares_and_gradients(window):
 
         def run(q, k, none, own=own):
             documents = find_documents(tokens[:, :-1], 0)
-            copies = pointer.copies(
-                0, q, k, none, tokens[:, :-1], tokens[:, 1:], documents, window, own
-            )
-            return copies.target_BT, copies.none_BT
+            of_tokens = tokens[:, :-1], tokens[:, 1:]
+            return pointer.copies(q, k, none, *of_tokens, documents, window, own)
 
         out, back = jax.vjp(run, *(x.astype(dtype) for x in (q / 8, k, none)))
         results += [*out, *back(gradients)]

@@ -57,8 +57,7 @@ def found(kernel, window, tokens, targets, gradients, *given):
 
     def run(*qkn):
         documents = find_documents(tokens, BOS)
-        copies = pointer.copies(0, *qkn, tokens, targets, documents, window, kernel)
-        return copies.target_BT, copies.none_BT
+        return pointer.copies(*qkn, tokens, targets, documents, window, kernel)
 
     out, back = jax.vjp(run, *given)
     return *out, *back(gradients)

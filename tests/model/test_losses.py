@@ -10,6 +10,7 @@ import pytest
 
 from jspeed.model import fp8
 from jspeed.model.losses import (
+    Head,
     asymmetric_cap,
     cross_entropy,
     look_ahead,
@@ -66,7 +67,7 @@ def test_value_and_gradients(case, chunk, cap):
 
     @jax.jit
     def ours(params, x):
-        total, loss = cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk)
+        total, loss = cross_entropy(Head(head, chunk), params, x, targets, weights, cap=CAPS[cap])
         return 3 * total, loss
 
     (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
@@ -91,14 +92,16 @@ def test_logits_kept_in_e4m3_make_loss_and_gradient(case):
     hit = np.eye(40)[np.asarray(targets)]
     dlogits = np.asarray(weights, np.float64)[..., None] * (p - hit) * slope
 
-    def total(x, kept_at=0.5):
-        return cross_entropy(head, params, x, targets, weights, cap=CAPS["root"], kept_at=kept_at)
+    kept = Head(head, keep=partial(fp8.kept_in_e4m3, scale=0.5))
+
+    def total(x, head=kept):
+        return cross_entropy(head, params, x, targets, weights, cap=CAPS["root"])
 
     (_, loss), dx = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
     np.testing.assert_allclose(loss, -np.log((p * hit).sum(-1)), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, dlogits @ np.asarray(params["w"], np.float64).T, atol=5e-5)
     # without a gradient nothing is rounded
-    np.testing.assert_array_equal(jax.jit(total)(x)[1], jax.jit(partial(total, kept_at=None))(x)[1])
+    np.testing.assert_array_equal(jax.jit(total)(x)[1], jax.jit(partial(total, head=head))(x)[1])
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -106,7 +109,7 @@ def test_gradients_are_those_of_the_plain_formula(case, cap):
     params, x, targets, weights = case
 
     def ours(params, x):
-        return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=4)[0]
+        return cross_entropy(Head(head, 4), params, x, targets, weights, cap=CAPS[cap])[0]
 
     def plain(params, x):
         log_p = jax.nn.log_softmax(softcap(head(params, x), CAPS[cap]), axis=-1)
@@ -173,7 +176,7 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
     def ours(params, x):
         several = look_ahead(targets, weights, jnp.array([1, 0.5, 0.25]))
         several = with_prefix(*several, jnp.asarray(prefixes, jnp.int32), jnp.float32(0.1))
-        return cross_entropy(head, params, x, *several, cap=asymmetric_cap(23, 5, 7.5), chunk=4)
+        return cross_entropy(Head(head, 4), params, x, *several, cap=asymmetric_cap(23, 5, 7.5))
 
     (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(
         params, x
@@ -191,7 +194,7 @@ def test_head_gradient_accumulates_in_fp32():
     params = {"w": jnp.zeros((8, 40), jnp.bfloat16), "b": jnp.zeros((1, 1, 40), jnp.bfloat16)}
 
     def ours(params):
-        return cross_entropy(head, params, x, targets, jnp.ones((1, 512)), cap=None, chunk=1)[0]
+        return cross_entropy(Head(head, 1), params, x, targets, jnp.ones((1, 512)), cap=None)[0]
 
     np.testing.assert_allclose(
         jax.jit(jax.grad(ours))(params)["b"][0, 0, 1:].astype(jnp.float32), 512 / 40, rtol=0.01
@@ -229,13 +232,12 @@ def test_fp8_sees_the_gradient_of_the_unweighted_loss(case):
     def grads(weights):
         def total(w, x):
             return cross_entropy(
-                lambda w, x: fp8.matmul(x, w, scales),
+                Head(lambda w, x: fp8.matmul(x, w, scales), 4),
                 w,
                 x,
                 targets,
                 weights,
                 cap=CAPS["sigmoid"],
-                chunk=4,
             )[0]
 
         return jax.grad(total, argnums=(0, 1))(w, x)
@@ -260,7 +262,7 @@ def test_products_are_one_without_and_three_with_a_gradient(case):
     params, x, targets, weights = case
 
     def ours(params, x):
-        return cross_entropy(head, params, x, targets, weights, cap=CAPS["sigmoid"], chunk=5)[0]
+        return cross_entropy(Head(head, 5), params, x, targets, weights, cap=CAPS["sigmoid"])[0]
 
     assert jax.jit(ours).lower(params, x).as_text().count("dot_general") == 1
     assert (

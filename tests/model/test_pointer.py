@@ -10,7 +10,7 @@ import pytest
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import find_documents
 from jspeed.model.kv_cache import advance, empty
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
+from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, look_ahead, softcap
 
 VOCAB = 23
 COPY = 21
@@ -51,12 +51,13 @@ def log_probabilities(params, tokens, window):
 def loss(params, tokens, targets, weights, window, chunk=None, cap=CAP):
     q, k, x = params["x"] @ params["q"], params["x"] @ params["k"], params["x"]
     first = targets if targets.ndim == 2 else targets[0]
-    found = pointer.copies(
-        COPY, q, k, params["none"], tokens, first, find_documents(tokens, BOS), window
-    )
-    return cross_entropy(
-        head, params["table"], x, targets, weights, cap=cap, chunk=chunk, copies=found
-    )
+    found = pointer.copies(q, k, params["none"], tokens, first, find_documents(tokens, BOS), window)
+    several = targets, weights
+    if targets.ndim == 2:
+        several = targets[None], weights[None]
+    of_targets = pointer.with_copying(*several, COPY)
+    mixed = Head(head, chunk, mix=pointer.mix)
+    return cross_entropy(mixed, params["table"], x, *of_targets, *found, cap=cap)
 
 
 def in_float64(params, tokens, window):

@@ -68,6 +68,24 @@ def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
     return matmul(x, w_VD, scales)
 
 
+def kept_in_e4m3(logits_BTV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Return logits for a loss and for its gradient, both rounded: in memory they are e4m3, divided
+    by ``scale``, which must not be 1, and clipped.
+
+    That is half of the bytes of bf16. XLA has the FP8 matmul before it write e4m3 where it finds a
+    factor in the matmul's dtype, and the clipping.
+    """
+    dtype = logits_BTV.dtype
+    factor, largest = (jnp.asarray(x, dtype) for x in (1 / scale, E4M3_MAX))
+    kept_BTV = jnp.clip(logits_BTV * factor, -largest, largest).astype(E4M3)
+    kept_BTV = jax.lax.optimization_barrier(kept_BTV)
+    again_BTV = jax.lax.optimization_barrier(kept_BTV)
+    of_loss, of_gradient = (
+        x.astype(dtype) * jnp.asarray(scale, dtype) for x in (kept_BTV, again_BTV)
+    )
+    return of_loss, of_gradient
+
+
 def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
     """Return ``x @ w_VD.T`` by an FP8 matmul (e4m3), whose gradients are matmuls in ``x``'s dtype.
 

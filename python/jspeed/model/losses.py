@@ -1,17 +1,16 @@
 """Cross-entropy through any head, without saving a [tokens, vocabulary] array for the backward
 pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.fp8 import E4M3_MAX
-
-Head = Callable[[Any, jax.Array], jax.Array]
+LogitsOf: TypeAlias = Callable[[Any, jax.Array], jax.Array]
+"""A head's parameters and its input, any ``t`` tokens of each row, to raw logits ``[B, t, V]``."""
 
 
 @dataclass(frozen=True)
@@ -53,50 +52,51 @@ def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
     return cap.function(logits32) if cap else logits32
 
 
-class Copies(NamedTuple):
-    """What a token may be copied from (:mod:`jspeed.model.pointer`), fp32 ``[B, T]``: the share of
-    attention on tokens that are the first target, and on none. ``id`` is the one that stands for
-    copying."""
+def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
+    """Return ``logits_BTV`` behind an optimization barrier.
 
-    target_BT: jax.Array
-    none_BT: jax.Array
-    id: jax.Array | int
-
-
-def mixed_loss(
-    loss_BT: jax.Array, copy_loss_BT: jax.Array, target_BT: jax.Array, none_BT: jax.Array
-) -> jax.Array:
-    """Return the loss of a target that is written or copied, from its loss and that of the id that
-    stands for copying.
-
-    That id has a share s of the softmax, the other ids share the rest. Of s, what attends to
-    nothing is written too: p = p_written (1 - s (1 - none)) + s copied (PR 379 of modded-nanogpt,
-    after Merity et al. 2016).
+    Without it XLA keeps the loss's fp32 logits for the gradient, twice the bytes of the bf16 ones.
     """
-    share_BT, others_BT = jnp.exp(-copy_loss_BT), -jnp.expm1(-copy_loss_BT)
-    written_BT = jnp.exp(-loss_BT) * (1 - share_BT * (1 - none_BT)) / others_BT
-    return -jnp.log(written_BT + share_BT * target_BT)
+    return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
+
+
+def as_made(logits_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return logits for the loss and for its gradient: in memory as they are."""
+    return logits_BTV, keep_low_precision(logits_BTV)
+
+
+def unmixed(loss_BTN: jax.Array) -> tuple[jax.Array, Callable[..., Any]]:
+    """Return losses of targets as they are, and how shares of them become shares of those given."""
+    return loss_BTN, lambda share_BTN: (share_BTN, ())
+
+
+@dataclass(frozen=True)
+class Head:
+    """What gives logits, and how a loss in training treats them."""
+
+    logits: LogitsOf
+    # Tokens of each row whose logits exist at a time; None: all.
+    chunk: int | None = None
+    # Raw logits to what loss and gradient read: what lies in memory between them.
+    keep: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = as_made
+    # Losses ``[B, T, N]`` of N targets, and other arrays ``[B, T]``, to (losses, function from
+    # weights of these to (weights of those given, gradients of the arrays)).
+    mix: Callable[..., tuple[jax.Array, Callable[..., Any]]] = unmixed
 
 
 def cross_entropy(
-    head: Head,
+    head: Head | LogitsOf,
     head_params: Any,
     x_BTD: jax.Array,
-    targets_BT: jax.Array,
-    weights_BT: jax.Array,
-    *,
+    *arrays_BT: jax.Array,
     cap: Softcap | None,
-    chunk: int | None = None,
-    copies: Copies | None = None,
-    kept_at: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
+    """Return (sum of weights x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
     gradient).
 
-    ``head(head_params, x)`` gives raw logits ``[B, t, V]`` of any ``t`` tokens a row; it is
-    differentiated with respect to both arguments, so arrays that need a gradient must not be closed
-    over. ``targets_BT`` are integer ids below V; ``weights_BT`` are constants. Logits exist for
-    ``chunk`` tokens of each row at a time, or for all.
+    ``head`` is differentiated with respect to ``head_params`` and ``x_BTD``, so arrays that need a
+    gradient must not be closed over. ``arrays_BT`` are targets, integer ids below V; their weights,
+    which are constants; and what ``head.mix`` takes.
 
     A token may have several targets, each with its weight: ``[N, B, T]`` both. All weigh into the
     sum; the loss is that of the first.
@@ -108,24 +108,11 @@ def cross_entropy(
     The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by
     the largest, which the backward pass multiplies in. With equal weights, however small, a logit's
     gradient is a probability or less, as FP8 scales fixed in advance need it.
-
-    With ``copies`` the loss of the first target is :func:`mixed_loss`, which has a gradient with
-    respect to them.
-
-    ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1,
-    and so rounded they make loss and gradient: half of the bytes of bf16, which an FP8 matmul of
-    cuBLASLt writes itself.
     """
-    targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
-    copied: tuple[jax.Array, ...] = ()
-    if copies is not None:
-        copied = copies.target_BT, copies.none_BT
-        targets_BTN = jnp.concatenate(
-            [targets_BTN, jnp.full_like(targets_BTN[..., :1], copies.id)], axis=-1
-        )
-        weights_BTN = jnp.concatenate([weights_BTN, jnp.zeros_like(weights_BTN[..., :1])], axis=-1)
-    how = head, cap, chunk, kept_at
-    return _cross_entropy(*how, head_params, x_BTD, copied, targets_BTN, weights_BTN)
+    targets_BT, weights_BT, *beside_BT = arrays_BT
+    how = head if isinstance(head, Head) else Head(head)
+    ids_and_weights = targets_last(targets_BT, weights_BT)
+    return _cross_entropy(how, cap, head_params, x_BTD, tuple(beside_BT), *ids_and_weights)
 
 
 def look_ahead(
@@ -156,62 +143,44 @@ def with_prefix(
     return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _cross_entropy(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
-    def of_chunk(_, x_BtD, targets_BtN, *copied_Bt):
-        loss_BtN = _loss(head(head_params, x_BtD), targets_BtN, cap)[0]
-        return None, _mix(loss_BtN, copied_Bt)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(head, cap, head_params, x_BTD, beside, targets_BTN, weights_BTN):
+    def of_chunk(_, x_BtD, targets_BtN, *beside_Bt):
+        loss_BtN = _loss(head.logits(head_params, x_BtD), targets_BtN, cap)[0]
+        return None, head.mix(loss_BtN, *beside_Bt)[0]
 
-    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *copied), chunk)[1]
+    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *beside), head.chunk)[1]
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
+def _forward(head, cap, head_params, x_BTD, beside, targets_BTN, weights_BTN):
     largest, share_BTN = shares(weights_BTN)
 
-    def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copied_Bt):
-        logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
-        dtype = logits_BtV.dtype
-        kept_BtV = logits_BtV if kept_at is None else as_e4m3(logits_BtV, kept_at)
-        logits_BtV, again_BtV = (
-            scaled_to(x, dtype, kept_at) for x in (kept_BtV, keep_low_precision(kept_BtV))
-        )
+    def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *beside_Bt):
+        made_BtV, pull = jax.vjp(head.logits, head_params, x_BtD)
+        logits_BtV, again_BtV = head.keep(made_BtV)
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
-        loss_BtN, pull_mix = _mix(loss_BtN, copied_Bt)
-        share_BtN, dcopied = pull_mix(share_BtN)
+        loss_BtN, pull_mix = head.mix(loss_BtN, *beside_Bt)
+        share_BtN, dbeside = pull_mix(share_BtN)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
         new, dx_BtD = pull(dlogits(again_BtV, hits_BtV, scale_Bt, shift_Bt, cap))
         dhead = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new)
-        return dhead, (loss_BtN, (dx_BtD, *dcopied))
+        return dhead, (loss_BtN, (dx_BtD, *dbeside))
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
-    arrays = (x_BTD, targets_BTN, share_BTN, *copied)
-    dhead, (loss_BTN, (dx_BTD, *dcopied)) = over_chunks(of_chunk, zeros, arrays, chunk)
+    arrays = (x_BTD, targets_BTN, share_BTN, *beside)
+    dhead, (loss_BTN, (dx_BTD, *dbeside)) = over_chunks(of_chunk, zeros, arrays, head.chunk)
     dhead = jax.tree.map(lambda d, p: d.astype(p.dtype), dhead, head_params)
-    grads = dhead, dx_BTD, tuple(dcopied)
+    grads = dhead, dx_BTD, tuple(dbeside)
     return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
 
 
-def _backward(head, cap, chunk, kept_at, saved, cotangents):
+def _backward(head, cap, saved, cotangents):
     return *rescale_gradients(saved, cotangents), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
-
-
-def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):
-    """Return the losses, the first one mixed with those ``copied``, and how shares of them become
-    shares of those given and gradients of ``copied``."""
-    if not copied:
-        return loss_BTN, lambda share_BTN: (share_BTN, ())
-    mixed_BT, pull = jax.vjp(mixed_loss, loss_BTN[..., 0], loss_BTN[..., -1], *copied)
-
-    def pull_mix(share_BTN):
-        first_BT, last_BT, *dcopied = pull(share_BTN[..., 0])
-        return share_BTN.at[..., 0].set(first_BT).at[..., -1].add(last_BT), dcopied
-
-    return loss_BTN.at[..., 0].set(mixed_BT), pull_mix
 
 
 def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None):
@@ -274,30 +243,6 @@ def loss_of(
 ) -> jax.Array:
     """Return the loss of every target from its raw logit and :func:`partition_sum`."""
     return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap)
-
-
-def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
-    """Return ``logits_BTV`` behind an optimization barrier.
-
-    Without it XLA keeps the loss's fp32 logits for the gradient, twice the bytes of the bf16 ones.
-    """
-    return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
-
-
-def as_e4m3(logits_BTV: jax.Array, scale: float) -> jax.Array:
-    """Return ``logits_BTV / scale`` in e4m3, clipped.
-
-    In this form XLA has the FP8 matmul before it write e4m3: it wants a factor in the matmul's
-    dtype, and the clipping.
-    """
-    factor, largest = (jnp.asarray(x, logits_BTV.dtype) for x in (1 / scale, E4M3_MAX))
-    kept_BTV = jnp.clip(logits_BTV * factor, -largest, largest).astype(jnp.float8_e4m3fn)
-    return jax.lax.optimization_barrier(kept_BTV)
-
-
-def scaled_to(kept_BTV: jax.Array, dtype: Any, scale: float | None) -> jax.Array:
-    """Undo :func:`as_e4m3`, which a ``scale`` of None was not."""
-    return kept_BTV if scale is None else kept_BTV.astype(dtype) * jnp.asarray(scale, dtype)
 
 
 def dlogits(

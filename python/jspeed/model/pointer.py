@@ -2,8 +2,8 @@
 al. 2015).
 
 One head attends to tokens before the present one; a share of its softmax belongs to a key of its
-own, which stands for no token. :func:`jspeed.model.losses.mixed_loss` mixes what it finds with what
-the model writes itself.
+own, which stands for no token. :func:`mixed_loss` mixes what it finds with what the model writes
+itself.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,11 @@ from jspeed.model.attention import Documents, cached_mask
 from jspeed.model.custom_kernels import Kernel
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import in_blocks, with_block_before
-from jspeed.model.losses import Copies
 
 Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def copies(
-    copy_id: jax.Array | int,
     q_BTK: jax.Array,
     k_BTK: jax.Array,
     none_K: jax.Array,
@@ -31,9 +29,9 @@ def copies(
     documents: Documents,
     window: int,
     kernel: Kernel | None = None,
-) -> Copies:
-    """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]``
-    both.
+) -> tuple[jax.Array, jax.Array]:
+    """Return how much of each token's attention is on its (first) target, and on none: fp32
+    ``[B, T]`` both.
 
     A query sees the ``window`` tokens before its own that are of its document, and ``none_K``.
     Scores and softmax are fp32; blocks of ``window`` queries are done one after the other and again
@@ -46,14 +44,50 @@ def copies(
         none_BT = jnp.einsum("btk,k->bt", q_BTK, none_K, preferred_element_type=jnp.float32)
         of_tokens = tokens_BT, targets_BT, documents.ids
         shares = kernel.run(q_BTK, k_BTK, none_BT, *of_tokens, window)
-        return Copies(shares[0], shares[1], copy_id)
+        return shares[0], shares[1]
 
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)
 
-    return Copies(
-        *_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read), copy_id
-    )
+    return _attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read)
+
+
+def mixed_loss(
+    loss_BT: jax.Array, copy_loss_BT: jax.Array, target_BT: jax.Array, none_BT: jax.Array
+) -> jax.Array:
+    """Return the loss of a target that is written or copied, from its loss and that of the id that
+    stands for copying, and :func:`copies`.
+
+    That id has a share s of the softmax, the other ids share the rest. Of s, what attends to
+    nothing is written too: p = p_written (1 - s (1 - none)) + s copied (PR 379 of modded-nanogpt,
+    after Merity et al. 2016).
+    """
+    share_BT, others_BT = jnp.exp(-copy_loss_BT), -jnp.expm1(-copy_loss_BT)
+    written_BT = jnp.exp(-loss_BT) * (1 - share_BT * (1 - none_BT)) / others_BT
+    return -jnp.log(written_BT + share_BT * target_BT)
+
+
+def with_copying(
+    targets_NBT: jax.Array, weights_NBT: jax.Array, copy_id: int
+) -> tuple[jax.Array, jax.Array]:
+    """Add a last target of no weight, the id that stands for copying, for :func:`mix`."""
+    targets = jnp.full_like(targets_NBT[:1], copy_id)
+    weights = jnp.zeros_like(weights_NBT[:1])
+    return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
+
+
+def mix(
+    loss_BTN: jax.Array, *copied: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]]:
+    """The :attr:`jspeed.model.losses.Head.mix` of targets :func:`with_copying`: the loss of the
+    first is :func:`mixed_loss`, which has a gradient with respect to what is ``copied``."""
+    mixed_BT, pull = jax.vjp(mixed_loss, loss_BTN[..., 0], loss_BTN[..., -1], *copied)
+
+    def pull_mix(share_BTN: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        first_BT, last_BT, *dcopied = pull(share_BTN[..., 0])
+        return share_BTN.at[..., 0].set(first_BT).at[..., -1].add(last_BT), dcopied
+
+    return loss_BTN.at[..., 0].set(mixed_BT), pull_mix
 
 
 def log_probabilities(
@@ -69,7 +103,7 @@ def log_probabilities(
     """Return the logarithm of every id's probability, written or copied: fp32 ``[B, T, V]``, at
     least -87.
 
-    ``copy_id`` has that one. As :func:`jspeed.model.losses.mixed_loss` of :func:`copies`, for all
+    ``copy_id`` has that one. As :func:`mixed_loss` of :func:`copies`, for all
     targets at once.
     """
     vocabulary = logits_BTV.shape[-1]

@@ -16,8 +16,7 @@ import numpy as np
 from jspeed.errors import BadInput
 from jspeed.model.layers import key_of, lookup
 from jspeed.model.losses import (
-    Copies,
-    Head,
+    LogitsOf,
     Softcap,
     dlogits,
     keep_low_precision,
@@ -171,13 +170,14 @@ def over_candidates(
     x_BTD: jax.Array,
     targets_NBT: jax.Array,
     weights_NBT: jax.Array,
-    copies: Copies | None = None,
+    *beside_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token) where each lane has its own :func:`candidates`,
     ``chosen``.
 
     ``score`` is :func:`jspeed.model.losses.cross_entropy` of a head, called for each lane with its
-    candidates' rows and the targets' places among them. A target that is no candidate (a few of
+    candidates' rows, the targets' places among them, and the lane's row of each of ``beside_BT``. A
+    target that is no candidate (a few of
     those further ahead) counts nothing; where a lane has more next tokens than candidates the sum
     is NaN.
     """
@@ -186,20 +186,14 @@ def over_candidates(
         targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
         places_N1T = place_V[targets_N1T].clip(0)
         weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
-        of_lane = {}
-        if copies is not None:
-            of_lane["copies"] = Copies(
-                copies.target_BT[lane, None], copies.none_BT[lane, None], place_V[copies.id]
-            )
-        parts.append(
-            score(rows_of_lanes[lane], x_BTD[lane, None], places_N1T, weights_N1T, **of_lane)
-        )
+        arrays_1T = (places_N1T, weights_N1T, *(a_BT[lane, None] for a_BT in beside_BT))
+        parts.append(score(rows_of_lanes[lane], x_BTD[lane, None], *arrays_1T))
     totals, losses = zip(*parts, strict=True)
     return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
 
 def sampled_cross_entropy(
-    head: Head,
+    head: LogitsOf,
     head_VD: jax.Array,
     x_BTD: jax.Array,
     targets_BT: jax.Array,

@@ -20,7 +20,7 @@ from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention
 from jspeed.model.layers import layer_norm, lookup, positions
-from jspeed.model.losses import cross_entropy, softcap
+from jspeed.model.losses import Head, cross_entropy, softcap
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, map_specs
 
 # Model
@@ -145,7 +145,7 @@ def loss(
     """Return (weighted sum, loss of every token in nats)."""
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=ctx.head_chunk
+        Head(head, ctx.head_chunk), params["embed"], x_BTD, targets_BT, weights_BT, cap=None
     )
 
 

@@ -27,10 +27,10 @@ import optax
 from jax import Array
 from jax.nn import initializers
 
-from jspeed.model import fp8, layers, mudd, pointer
+from jspeed.model import fp8, layers, losses, mudd, pointer
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.losses import look_ahead, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
@@ -158,7 +158,7 @@ TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
 NARROW = len(ATTENDING) - len(LONG_LAYERS)
 # whose MLP is where in the bank
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)
-CAP = asymmetric_cap(23.0, 5.0, 7.5)
+CAP = losses.asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
 KINDS = {
     "own value": (XSA_LAYERS, HEADS, 0.0),
@@ -181,8 +181,8 @@ SLOTS = [(to, of) for to, terms in MIX.items() for of in terms]
 ADDED = dict.fromkeys(("first", "shared", "input", "values 0", "skip", "values 1"), 0.0)
 ADDED |= {"shared": -0.5, "values 3": 0.0, "values 2": 0.0, "fed": 0.0, "normed": 0.0}
 MIX_STARTS = mudd.padded([MIX[to][of] for to, of in SLOTS], list(ADDED.values()))
-# any power of two but 1
-HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5
+HEAD_SCALES = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448)
+KEEP = partial(fp8.kept_in_e4m3, scale=0.5)  # any power of two but 1
 # Columns of "largest", by matrices; every scale starts at 1.
 AMAX: dict[str, int | slice] = {"mlp": slice(3), "queries_keys": 3, "values": 4}
 LARGEST = initializers.constant(np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0]))
@@ -552,7 +552,7 @@ def likes(tokens_BT: Array) -> Array:
 
 def logits(params: Params, x_BTD: Array, ctx: Context) -> Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
-    return softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
+    return losses.softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
 
 
 def forward(params: Params, tokens_BT: Array, ctx: Context) -> Array:
@@ -576,6 +576,7 @@ def loss(
     if STARTS[stage] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
+    targets_NBT, weights_NBT = pointer.with_copying(targets_NBT, weights_NBT, COPY)
     # --- Candidates: until the last stages a lane scores a part of the vocabulary ---
     lanes, columns, e_BTD = range(len(tokens_BT)), COLUMNS[stage], None
     if columns < VOCAB:
@@ -590,14 +591,14 @@ def loss(
         e_BTD, *of_lanes = layers.look_up_each(params["head"], list(ids))
     # --- Scores ---
     x_BTD = hidden(params, tokens_BT, ctx, e_BTD)
-    scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
-    head = partial(fp8.head, scales=scales)
-    score = partial(cross_entropy, head, cap=CAP, kept_at=kept_at, chunk=ctx.head_chunk)
+    scales, keep = (HEAD_SCALES, KEEP) if ctx.use_fp8(FP8) else (None, losses.as_made)
+    head = losses.Head(partial(fp8.head, scales=scales), ctx.head_chunk, keep, pointer.mix)
+    score = partial(losses.cross_entropy, head, cap=CAP)
     where = pointing(params, x_BTD, tokens_BT, ctx) | {"kernel": ctx.kernel(OWN_KERNELS, "pointer")}
-    copies = pointer.copies(COPY, targets_BT=targets_BT, **where)
+    copies = pointer.copies(targets_BT=targets_BT, **where)
     if columns >= VOCAB:
-        return score(params["head"], x_BTD, targets_NBT, weights_NBT, copies=copies)
-    return over_candidates(score, of_lanes, chosen, x_BTD, targets_NBT, weights_NBT, copies)
+        return score(params["head"], x_BTD, targets_NBT, weights_NBT, *copies)
+    return over_candidates(score, of_lanes, chosen, x_BTD, targets_NBT, weights_NBT, *copies)
 
 
 def optimizer() -> optax.GradientTransformation:

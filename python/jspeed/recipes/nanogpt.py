@@ -24,7 +24,7 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention
 from jspeed.model.layers import dropout, layer_norm, lookup, positions, row_keys
-from jspeed.model.losses import cross_entropy, softcap
+from jspeed.model.losses import Head, cross_entropy, softcap
 from jspeed.model.mlp import swiglu, swiglu_width
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, map_specs
 
@@ -149,7 +149,7 @@ def loss(
     """Return (weighted sum, loss of every token in nats)."""
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=ctx.head_chunk
+        Head(head, ctx.head_chunk), params["embed"], x_BTD, targets_BT, weights_BT, cap=None
     )
 
 

@@ -22,7 +22,7 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.layers import lookup, mix, relu_squared, rms_norm, rotary, zero_every
-from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
+from jspeed.model.losses import Head, cross_entropy, sigmoid_cap, softcap
 from jspeed.optim.muon import NEWTON_SCHULZ_5, muon
 from jspeed.optim.schedules import through
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
@@ -190,7 +190,7 @@ def loss(
         return fp8.matmul(x_BTD, head_VD, scales)
 
     return cross_entropy(
-        head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+        Head(head, ctx.head_chunk), params["head"], x_BTD, targets_BT, weights_BT, cap=CAP
     )
 
 

@@ -29,7 +29,7 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
+from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, look_ahead, softcap
 from jspeed.model.mlp import mlp
 from jspeed.model.ngrams import bigram_rows
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
@@ -245,7 +245,7 @@ def loss(
     targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
-        head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+        Head(head, ctx.head_chunk), params["head"], x_BTD, targets_BT, weights_BT, cap=CAP
     )
 
 

@@ -32,10 +32,10 @@ import optax
 from jax import Array
 from jax.nn import initializers
 
-from jspeed.model import fp8, layers, mudd
+from jspeed.model import fp8, layers, losses, mudd
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.losses import look_ahead, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
@@ -117,7 +117,7 @@ EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 
 STARTS = (0, *accumulate(STEPS))
 ATTENDING, LAST = tuple(layer for layer in range(LAYERS) if layer != NO_ATTENTION), LAYERS - 1
-CAP = asymmetric_cap(23.0, 5.0, 7.5)
+CAP = losses.asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
 KINDS = {
     "own value": (XSA_LAYERS, HEADS, 0.0),
@@ -401,7 +401,7 @@ def feed(x_BTD: Array, layer: int, common: Common, scale: Array | None = None) -
 
 def logits(params: Params, x_BTD: Array, ctx: Context) -> Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
-    return softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
+    return losses.softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
 
 
 def forward(params: Params, tokens_BT: Array, ctx: Context) -> Array:
@@ -424,8 +424,9 @@ def loss(
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
     # --- Scores ---
     x_BTD = hidden(params, tokens_BT, ctx)
-    head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
-    score = partial(cross_entropy, head, cap=CAP, chunk=ctx.head_chunk)
+    scales = HEAD_SCALES if ctx.use_fp8(FP8) else None
+    head = losses.Head(partial(fp8.head, scales=scales), ctx.head_chunk)
+    score = partial(losses.cross_entropy, head, cap=CAP)
     return score(params["head"], x_BTD, targets_NBT, weights_NBT)
 
 

@@ -21,7 +21,7 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention
 from jspeed.model.layers import lookup, relu_squared, rms_norm, rotary, zero_every
-from jspeed.model.losses import cross_entropy, root_cap, softcap
+from jspeed.model.losses import Head, cross_entropy, root_cap, softcap
 from jspeed.optim.muon import NEWTON_SCHULZ_12, muon
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
@@ -152,7 +152,7 @@ def loss(
     x_BTD = hidden(params, tokens_BT, ctx)
     head_params = {name: params[name] for name in ("head", "head_bias")}
     return cross_entropy(
-        head, head_params, x_BTD, targets_BT, weights_BT, cap=CAP, chunk=ctx.head_chunk
+        Head(head, ctx.head_chunk), head_params, x_BTD, targets_BT, weights_BT, cap=CAP
     )
 
 

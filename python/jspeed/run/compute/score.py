@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jspeed.errors import BadInput
 from jspeed.model import pointer
-from jspeed.model.losses import mixed_loss, over_chunks
+from jspeed.model.losses import over_chunks
 from jspeed.recipe import Context, ParamSpec, Recipe
 
 LOGITS = 2**26
@@ -51,8 +51,7 @@ def losses(
     copy_id: Any = None
     if recipe.pointer is not None:
         copy_id, where = recipe.pointer(params, state, tokens_BT, ctx)
-        found = pointer.copies(copy_id, targets_BT=targets_BT, **where)
-        copied = found.target_BT, found.none_BT
+        copied = pointer.copies(targets_BT=targets_BT, **where)
 
     def of_chunk(
         _: None, targets_Bt: jax.Array, tokens_Bt: jax.Array, *rest: jax.Array
@@ -66,7 +65,7 @@ def losses(
             copy_Bt = cross_entropy(
                 z_BtV, jnp.full_like(targets_Bt, copy_id), tokens_Bt, ctx.impossible
             )
-            loss_Bt = mixed_loss(loss_Bt, copy_Bt, *of_copies)
+            loss_Bt = pointer.mixed_loss(loss_Bt, copy_Bt, *of_copies)
         return None, loss_Bt
 
     rows = targets_BT.shape[0]
