@@ -12,7 +12,7 @@ from jspeed.kernels import fp8_cast
 from jspeed.model import fp8
 from jspeed.model.custom_kernels import own_kernel
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.mlp import mlp
+from jspeed.model.mlp import fp8_mlp
 from jspeed.plan import cost, hlo
 from jspeed.plan.cost import TRITON
 
@@ -61,10 +61,12 @@ def own_matmul(x_ND, w_VD, largest, g_NV):
 
 
 def own_mlp(x_BTD, up_DF, down_DF, largest_3, g_BTD):
-    run = partial(mlp, share=0.5, x_largest=D**0.5, kernel=own_kernel("MLP").kernel)
-    y_BTD, pull = jax.vjp(
-        lambda *arrays: run(*arrays[:3], largest=arrays[3]), x_BTD, up_DF, down_DF, largest_3
-    )
+    def run(x_BTD, up_DF, down_DF, largest_3):
+        scales = {"mlp": fp8.scales_of(jnp.stack([up_DF, down_DF]))[None]}
+        rounding = fp8.Rounding(largest_3[None], {"mlp": slice(3)}, scales, 0.5, D**0.5)
+        return fp8_mlp(x_BTD, up_DF, down_DF, rounding, 0, own_kernel("MLP").kernel)
+
+    y_BTD, pull = jax.vjp(run, x_BTD, up_DF, down_DF, largest_3)
     return y_BTD, *pull(g_BTD)
 
 

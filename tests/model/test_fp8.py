@@ -28,7 +28,7 @@ from jspeed.model.fp8 import (
     watch,
 )
 from jspeed.model.layers import scaled
-from jspeed.model.mlp import mlp
+from jspeed.model.mlp import fp8_forward_mlp, fp8_mlp, mlp
 from jspeed.optim.slow import measured
 
 SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
@@ -154,7 +154,6 @@ def test_matmuls_of_a_layer_by_the_object_that_layers_share(case):
     """Its amax, of the row and column asked for, and its scale; without FP8 a plain product."""
     x, w, g = case
     np.testing.assert_array_equal(Rounding().matmul(x, w.T, "values", 1), x @ w.T)
-    assert Rounding().of("values", 1) == (None, None)
     amax = jnp.float32([[1.0, 2.0, 3.0], [4.0, 5.0, 0.3]])
     of_values = jnp.float32([1.0, 0.02])
     shared = Rounding(amax, {"mlp": slice(2), "values": 2}, {"values": of_values}, 0.5, 4.0)
@@ -225,13 +224,16 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
     )
 
     def total(x, up, down, largest):
-        return jnp.sum(mlp(x, up, down, largest=largest, share=0.5) ** 2)
+        if largest is None:
+            return jnp.sum(mlp(x, up, down) ** 2)
+        y = in_fp8 if largest.ndim else partial(fp8_forward_mlp, share=0.5)
+        return jnp.sum(y(x, up, down, largest) ** 2)
 
     h = np.maximum(np.asarray(x, np.float64) @ np.asarray(up), 0) ** 2
     plain = h @ np.asarray(down, np.float64).T
     run, gradients = jax.jit(mlp), jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
     np.testing.assert_allclose(run(x, up, down), plain, atol=1e-3)
-    found = np.asarray(run(x, up, down, largest=np.float32(h.max())))
+    found = np.asarray(jax.jit(fp8_forward_mlp)(x, up, down, np.float32(h.max()), 1.0))
     assert 1e-3 < np.abs(found - plain).max() / np.abs(plain).max() < 0.1
     *narrow, largest = gradients(x, up, down, np.float32(h.max()))
     *wide, _ = gradients(x, up, down, None)
@@ -248,6 +250,12 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
             assert np.vdot(found, wanted) / norms > 0.99
         assert np.abs(one - two).max() > 0
     assert float(watched[0]) == float(largest) and (watched[1:] > 0).all()
+
+
+def in_fp8(x, up, down, largest_3, x_largest=None, kernel=None):
+    scales = {"mlp": scales_of(jnp.stack([up, down]))[None]}
+    rounding = Rounding(largest_3[None], {"mlp": slice(3)}, scales, 0.5, x_largest)
+    return fp8_mlp(x, up, down, rounding, 0, kernel)
 
 
 @pytest.fixture
@@ -308,15 +316,9 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
 
     def found(kernel, largest=largest):
         def run(x, up, down, largest):
-            return mlp(
-                x,
-                up,
-                down,
-                largest=largest,
-                share=0.5,
-                x_largest=x_largest,
-                kernel=kernel,
-            )
+            if largest is None:
+                return mlp(x, up, down)
+            return in_fp8(x, up, down, largest, x_largest, kernel)
 
         y, pull = jax.vjp(run, x, up, down, largest)
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]

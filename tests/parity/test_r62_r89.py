@@ -11,7 +11,7 @@ import pytest
 
 from jspeed.data import TokenLoader, find_split
 from jspeed.model import fp8
-from jspeed.model.mlp import mlp
+from jspeed.model.mlp import fp8_forward_mlp
 from jspeed.model.ngrams import bigram_rows
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipes.r89 import HEAD_SCALES
@@ -332,7 +332,7 @@ def test_record_89_in_fp8(pairs, clone, agree):
 
 
 def fp8_mlp(x, up, down, largest):
-    return mlp(x, up, down, largest=largest)
+    return fp8_forward_mlp(x, up, down, largest, 1.0)
 
 
 def numbers(parts):

@@ -40,7 +40,7 @@ def mlp(
     up_scale: jax.Array,
     down_scale: jax.Array,
 ) -> jax.Array:
-    """Return :func:`jspeed.model.mlp.mlp` of ``x_ND``, ``[N, D]`` in its dtype, with FP8 gradients.
+    """Return :func:`jspeed.model.mlp.fp8_mlp` of ``x_ND``, ``[N, D]`` in its dtype.
 
     Scales are those of ``x_ND`` and of both matrices. :mod:`jspeed.kernels.fp8_cast` rounds the
     gradient of the output.

@@ -250,10 +250,9 @@ class Rounding(NamedTuple):
     kernel: Kernel | None = None
     """"FP8 casts", for :func:`measured_matmul`."""
 
-    def of(self, slot: str, number: int) -> tuple[jax.Array | None, jax.Array | None]:
-        """Return the amax and the scales of some matrices; None for both where FP8 is off."""
-        if self.amax is None:
-            return None, None
+    def of(self, slot: str, number: int) -> tuple[jax.Array, jax.Array]:
+        """Return the amax and the scales of some matrices; FP8 must be on."""
+        assert self.amax is not None
         return self.amax[number, self.slots[slot]], self.w_scales[slot][number]
 
     def matmul(self, x: jax.Array, w_DV: jax.Array, slot: str, number: int) -> jax.Array:
@@ -261,7 +260,6 @@ class Rounding(NamedTuple):
         if self.amax is None:
             return x @ w_DV
         w_VD, (amax, w_scale) = w_DV.T, self.of(slot, number)
-        assert amax is not None
         x_scale = self.x_largest and self.x_largest / E4M3_MAX
         return measured_matmul(x, w_VD, amax, self.share, x_scale, w_scale, kernel=self.kernel)
 

@@ -31,7 +31,7 @@ from jspeed.model import fp8, layers, losses, mudd, pointer
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
 from jspeed.model.losses import look_ahead, with_prefix
-from jspeed.model.mlp import MARGIN, mlp
+from jspeed.model.mlp import MARGIN, fp8_mlp, mlp
 from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
@@ -523,10 +523,10 @@ def value_gate(first_BTC: Array, layer: int, common: Common) -> Array | None:
 def feed(a_BTD: Array, number: int, common: Common, scale: Array | None = None) -> Array:
     """Return ``scale`` times what the MLP of FEEDS[``number``] makes of ``a_BTD``."""
     (up, down), rounding = common.mlp[number], common.fp8
-    largest, w_scales = rounding.of("mlp", number)
-    of_fp8 = partial(mlp, largest=largest, w_scales=w_scales, x_largest=rounding.x_largest)
-    down, kernel = layers.scaled(down, scale), common.kernel("MLP")
-    return of_fp8(a_BTD, up, down, share=rounding.share, kernel=kernel)
+    down = layers.scaled(down, scale)
+    if rounding.amax is None:
+        return mlp(a_BTD, up, down)
+    return fp8_mlp(a_BTD, up, down, rounding, number, common.kernel("MLP"))
 
 
 def pointing(params: Params, x_BTD: Array, tokens_BT: Array, ctx: Context) -> dict[str, Any]:

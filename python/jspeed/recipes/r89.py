@@ -36,7 +36,7 @@ from jspeed.model import fp8, layers, losses, mudd
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
 from jspeed.model.losses import look_ahead, with_prefix
-from jspeed.model.mlp import MARGIN, mlp
+from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -396,7 +396,10 @@ def feed(x_BTD: Array, layer: int, common: Common, scale: Array | None = None) -
     """Return ``scale`` times what the layer's MLP makes of ``x_BTD``, normalised."""
     up, down = common.mlp[layer]
     a_BTD, down = layers.rms_norm(x_BTD), layers.scaled(down, scale)
-    return mlp(a_BTD, up, down, largest=common.largest[layer], share=common.share)
+    largest = common.largest[layer]
+    if largest is None:
+        return mlp(a_BTD, up, down)
+    return fp8_forward_mlp(a_BTD, up, down, largest, common.share)
 
 
 def logits(params: Params, x_BTD: Array, ctx: Context) -> Array:
