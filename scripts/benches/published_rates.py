@@ -1,5 +1,6 @@
 """Make the plan's tables of measured rates from what NVIDIA publishes of its own measurements.
 
+    pip install pyarrow
     pip download --no-deps aiconfigurator-core==0.12.0
     python scripts/benches/published_rates.py aiconfigurator_core-0.12.0-*.whl
 
