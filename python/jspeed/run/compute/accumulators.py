@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jspeed.model.layers import Summed
-from jspeed.parallel.layout import owned, partitions, sharded_dim
-from jspeed.parallel.lazy_table import Pending, pending, sink_size
-from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, map_specs
+from jspeed.parallel.kinds import kind_of
+from jspeed.parallel.layout import owned, partitions
+from jspeed.recipe import Recipe, Stage, leaves, map_specs
 
 Carry = dict[str, dict[str, Any]]
 
@@ -33,46 +32,25 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     Empty if every parameter is updated at every step.
     """
     devices = mesh.shape["data"] if mesh else 1
-
-    def copy(spec: ParamSpec, cut: PartitionSpec) -> Any:
-        return jnp.zeros(spec.shape, spec.compute or spec.dtype)
-
-    def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
-        shape = spec.shape
-        if spec.lookups:
-            size = waiting_rows(recipe, spec, cut, devices)
-            grads = jnp.zeros((devices, size, shape[1]), spec.compute or spec.dtype)
-            return [
-                Pending(jnp.zeros((devices, size), jnp.int32), grads) for _ in range(spec.every - 1)
-            ]
-        if owned(spec, cut):
-            shape = shape[0] // devices, *shape[1:]
-        return jnp.zeros(
-            (devices, *shape), jnp.float32 if spec.summed else spec.compute or spec.dtype
-        )
-
-    return _carry(recipe, layout, mesh, copy, gradients)
+    most = recipe.lanes * max(stage.lane_len for stage in recipe.stages)
+    return _carry(
+        recipe,
+        layout,
+        mesh,
+        lambda kind, cut: jnp.zeros(kind.spec.shape, kind.dtype),
+        lambda kind, cut: kind.zeros(cut, devices, most),
+    )
 
 
 def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
-    waiting: Any = Pending  # of arrays, here of their PartitionSpecs
-
-    def copy(spec: ParamSpec, cut: PartitionSpec) -> Any:
-        return cut if owned(spec, cut) else PartitionSpec()
-
-    def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
-        each = PartitionSpec("data")
-        return [waiting(each, each)] * (spec.every - 1) if spec.lookups else each
-
-    return _carry(recipe, layout, mesh, copy, gradients)
-
-
-def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: int) -> int:
-    """Return how many rows of a lazily updated table one step may leave on a device."""
-    owners = devices if owned(spec, cut) else 1
-    ids = recipe.lanes * max(stage.lane_len for stage in recipe.stages) * spec.lookups // devices
-    return sink_size(ids, spec.shape[0] // owners, owners)
+    return _carry(
+        recipe,
+        layout,
+        mesh,
+        lambda kind, cut: cut if owned(kind.spec, cut) else PartitionSpec(),
+        lambda kind, cut: kind.specs,
+    )
 
 
 def without_carry(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,19 +66,12 @@ def load(recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any) -
     Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their
     gradients, then zeros.
     """
-    kept = {
-        path: old
-        for path, old in carried.get("whole", {}).items()
-        if _age(recipe, stage, phase, path) > 0
-    }
+    kept = _carried(recipe, stage, phase, carried.get("whole", {}))
+    sums = _carried(recipe, stage, phase, carried.get("sums", {}))
     copies = by_path(recipe, whole) | kept
-    for path, spec in leaves(recipe.parameters):
-        if spec.summed:
-            sums = jnp.zeros(spec.shape, jnp.float32)
-            if carried and _age(recipe, stage, phase, path) > 0:
-                sums = carried["sums"][path][0]
-            copies[path] = Summed(copies[path], sums)
-    return from_paths(recipe, copies)
+    kinds = by_path(recipe, map_specs(kind_of, recipe.parameters))
+    loaded = {path: kinds[path].loaded(copy, sums.get(path)) for path, copy in copies.items()}
+    return from_paths(recipe, loaded)
 
 
 def accumulate(
@@ -109,39 +80,25 @@ def accumulate(
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update;
     the next carry).
 
-    The carry of a parameter that a step updates means nothing; the next step does not read it. The
-    gradient of a lazily updated table becomes the lists of all steps since its last update.
+    After an update the carry of a parameter is stale; the next step does not read it. The gradient
+    of a lazily updated table becomes the lists of all steps since its last update.
     """
     if not carried:
         return grads, carried
-    sums, whole_carried = dict(carried["sums"]), dict(carried["whole"])
-    copies, summed = by_path(recipe, whole), by_path(recipe, grads)
+    sums, copies = dict(carried["sums"]), dict(carried["whole"])
+    loaded, summed = by_path(recipe, whole), by_path(recipe, grads)
     for path, spec in leaves(recipe.parameters):
-        if spec.every == 1 or spec.on_host:
+        kind = kind_of(spec)
+        if not kind.carried:
             continue
-        age, old = _age(recipe, stage, phase, path), sums[path]
+        age = phase % spec.updated_after(stage)
         due = age == spec.updated_after(stage) - 1
-        if spec.lookups:
-            # the same in all steps of a stage
-            size = min(len(summed[path].rows_R2), old[0].rows_R.shape[-1])
-            new = pending(summed[path], copies[path].shape[0], size)
-            summed[path] = [*(Pending(*(a[0, :size] for a in each)) for each in old[:age]), new]
-            if not due:
-                last = Pending(*(a.at[0, :size].set(b) for a, b in zip(old[age], new, strict=True)))
-                sums[path] = [*old[:age], last, *old[age + 1 :]]
-            continue
-        copy = copies[path]
-        # the sums before are in the gradient, and in its place whether or not the next step reads
-        # it
-        if spec.summed:
-            copy, sums[path] = copy.tables_VND, summed[path][None]
-            summed[path] = summed[path].astype(copy.dtype)
-        else:
-            summed[path] = old[0] + summed[path] if age else summed[path]
-            sums[path] = old if due else summed[path][None]
-        if not due and path in whole_carried:
-            whole_carried[path] = copy
-    return from_paths(recipe, summed), {"whole": whole_carried, "sums": sums}
+        summed[path], sums[path] = kind.accumulated(
+            loaded[path], sums[path], summed[path], age, due
+        )
+        if not due and path in copies:
+            copies[path] = kind.copy_of(loaded[path])
+    return from_paths(recipe, summed), {"whole": copies, "sums": sums}
 
 
 def number_due(recipe: Recipe, stage: Stage, phase: int) -> int:
@@ -196,9 +153,10 @@ def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
     )
 
 
-def _age(recipe: Recipe, stage: Stage, phase: int, path: str) -> int:
-    """Steps since a parameter's last update."""
-    return phase % dict(leaves(recipe.parameters))[path].updated_after(stage)
+def _carried(recipe: Recipe, stage: Stage, phase: int, parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``parts`` of parameters that no step has updated just before."""
+    rows = dict(leaves(recipe.parameters))
+    return {path: old for path, old in parts.items() if phase % rows[path].updated_after(stage)}
 
 
 def _carry(
@@ -208,23 +166,12 @@ def _carry(
     whole: Callable[..., Any],
     sums: Callable[..., Any],
 ) -> Carry:
-    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its path;
+    """Return ``whole`` and ``sums`` of (kind, PartitionSpec) of each slow parameter, by its path;
     of one that all devices have in its compute dtype, no ``whole``: steps read the parameter."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
-    every = leaves(recipe.parameters)
-    slow = [
-        (path, spec, cuts.get(path, PartitionSpec()))
-        for path, spec in every
-        if spec.every > 1 and not spec.on_host
-    ]
-    copies = {
-        path: whole(spec, cut)
-        for path, spec, cut in slow
-        if not spec.lookups
-        and (sharded_dim(cut) is not None or (spec.compute or spec.dtype) != spec.dtype)
-    }
-    return (
-        {"whole": copies, "sums": {path: sums(spec, cut) for path, spec, cut in slow}}
-        if slow
-        else {}
-    )
+    kinds = ((path, kind_of(spec)) for path, spec in leaves(recipe.parameters))
+    slow = [(path, kind, cuts.get(path, PartitionSpec())) for path, kind in kinds if kind.carried]
+    if not slow:
+        return {}
+    copies = {path: whole(kind, cut) for path, kind, cut in slow if kind.keeps_copy(cut)}
+    return {"whole": copies, "sums": {path: sums(kind, cut) for path, kind, cut in slow}}

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jspeed.base.beside import split
-from jspeed.parallel import lazy_table
-from jspeed.recipe import Context, ParamSpec, Recipe, map_specs
+from jspeed.parallel.kinds import kind_of
+from jspeed.recipe import Context, Recipe, map_specs
 from jspeed.run.compute import division
 from jspeed.run.compute.host_tables import Rows, with_given
 
@@ -99,21 +99,12 @@ def gradient(
     """
     tokens = split(recipe.beside, micro)[0][:, 1:].size
 
-    def leaf(spec: ParamSpec, p: Any) -> Any:
-        if spec.summed:
-            return p.sums_VND
-        return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lazy else p
-
     def of(leaves_: Any, given: Rows) -> Any:
-        def joined(spec: ParamSpec, leaf: Any, p: Any) -> Any:
-            if spec.summed:
-                return p._replace(sums_VND=leaf)
-            return lazy_table.Lazy(p, leaf) if spec.lazy else leaf
+        read = map_specs(lambda spec, *pair: kind_of(spec).read(*pair), table, params, leaves_)
+        return loss(with_given(recipe, read, given), micro, *rest)
 
-        joined_ = map_specs(joined, recipe.parameters, leaves_, params)
-        return loss(with_given(recipe, joined_, given), micro, *rest)
-
-    leaves_ = map_specs(leaf, recipe.parameters, params)
+    table = recipe.parameters
+    leaves_ = map_specs(lambda spec, p: kind_of(spec).leaf(p, tokens, ctx.owners), table, params)
     (grads, of_given), found = jax.grad(of, argnums=(0, 1), has_aux=True)(leaves_, given)
     return grads, (found, of_given)
 
@@ -129,36 +120,19 @@ def summed_gradients(
     """:func:`gradient` of one slice of ``given`` and ``arrays`` after the other, summed in fp32; of
     a lazily updated table, and of what is given, the rows of all."""
 
+    table = recipe.parameters
+
     def accumulate(sums: Any, part: tuple[Any, ...]) -> tuple[Any, Any]:
-        def seeded(spec: ParamSpec, total: Any, p: Any) -> Any:
-            return p._replace(sums_VND=total) if spec.summed else p
+        seeded = map_specs(lambda spec, *pair: kind_of(spec).seeded(*pair), table, params, sums)
+        grads, found = gradient(recipe, ctx, seeded, loss, *part)
+        lists = map_specs(lambda spec, grad: kind_of(spec).listed(grad), table, grads)
+        sums = map_specs(lambda spec, *pair: kind_of(spec).added(*pair), table, sums, grads)
+        return sums, (lists, found)
 
-        def added(spec: ParamSpec, total: Any, grad: Any) -> Any:
-            if spec.lookups:
-                return None
-            return grad if spec.summed else total + grad.astype(jnp.float32)
-
-        grads, found = gradient(
-            recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part
-        )
-        sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
-        return map_specs(added, recipe.parameters, sums, grads), (sinks, found)
-
-    def first(spec: ParamSpec, p: Any) -> Any:
-        if spec.lookups:
-            return None
-        return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
-
-    sums, (sinks, found) = jax.lax.scan(
-        accumulate, map_specs(first, recipe.parameters, params), (given, *arrays)
-    )
-
-    def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
-        if spec.lookups:
-            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
-        return total if spec.summed else total.astype(p.dtype)
-
-    return map_specs(joined, recipe.parameters, sums, sinks, params), found
+    first = map_specs(lambda spec, p: kind_of(spec).first(p), table, params)
+    sums, (lists, found) = jax.lax.scan(accumulate, first, (given, *arrays))
+    joined = map_specs(lambda spec, *of: kind_of(spec).joined(*of), table, params, sums, lists)
+    return joined, found
 
 
 def piecewise_gradients(

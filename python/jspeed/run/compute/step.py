@@ -19,6 +19,7 @@ from jspeed.model.layers import key_of
 from jspeed.optim import averages
 from jspeed.optim.rows import RowState
 from jspeed.parallel import DEFAULT_LAYOUT, lazy_table
+from jspeed.parallel.kinds import kind_of
 from jspeed.parallel.layout import (
     blocks,
     find_layout,
@@ -27,7 +28,6 @@ from jspeed.parallel.layout import (
     gathered_per_layer,
     owned,
     partitions,
-    reduce_gradient,
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, put, replicated, rows_spec
@@ -118,66 +118,18 @@ def train_step(
     come back beside the loss, as ``rows``.
     """
     mesh, layout = placement.mesh, placement.layout
-    cuts, carry_specs = (
-        partitions(recipe.parameters, layout, mesh),
-        accumulators.specs(recipe, layout, mesh),
-    )
-    later = gathered_per_layer(recipe, layout)
     mean = mean_weight(recipe, split(recipe.beside, tokens)[0])
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
-    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), **fetcher(recipe, mesh, cuts))
-    if find_layout(layout).remat:
-        ctx = replace(ctx, layer=jax.checkpoint)
-    parts = 1 if "pipe" in mesh.shape else parts
-
-    key = id(recipe), mesh, layout, placement.device, ctx.stage, parts, ctx.head_chunk
-
-    def gradients_at(place: tuple[jax.Array, jax.Array], *arrays: Any) -> Any:
-        now = replace(ctx, step=place[0], first_row=place[1])
-        return gradients(recipe, now, parts, *arrays)
-
-    due = accumulators.number_due(recipe, ctx.stage, phase)
-
-    def on_device(
-        params: Any,
-        kept: accumulators.Carry,
-        rows: Any,
-        step: jax.Array,
-        tokens: jax.Array,
-        given: Rows,
-    ) -> tuple[Any, accumulators.Carry, Any, jax.Array, Rows]:
-        gathered = gather_parameters(recipe, gather, params, cuts, later)
-        whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
-        place = step, device_of_rows(mesh) * tokens.shape[0]
-        grads, row_losses, of_given = traced_once(
-            placement.traces, key, gradients_at, place, weight, whole, tokens, given
-        )
-        grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
-
-        def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
-            return grad if owned(spec, cut) else reduce_gradient(mesh, grad, cut, done)
-
-        tables, rows = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, rows)
-        arrays = [without_lazy(recipe, tree) for tree in (grads, cuts, later)]
-        specs = without_lazy(recipe, recipe.parameters)
-        return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses, of_given
-
-    lanes, param_specs, row_specs = rows_spec(mesh), rows_only(cuts), lazy_specs(recipe, cuts)
-    table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
+    on_device, in_specs, out_specs = on_devices(recipe, ctx, placement, parts, phase, weight)
     (grads, tables), kept, rows, row_losses, of_given = shard_map_over_rows(
-        mesh,
-        on_device,
-        (param_specs, carry_specs, row_specs, PartitionSpec(), lanes, lanes),
-        ((without_lazy(recipe, param_specs), table_specs), carry_specs, row_specs, lanes, lanes),
+        mesh, on_device, in_specs, out_specs
     )(state["params"], state["carry"], state["rows"], state["step"], tokens, given or {})
     old = without_lazy(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
-    with (
-        use_abstract_mesh(mesh.abstract_mesh)
-        if find_layout(layout).shards_matrices
-        else nullcontext()
-    ):
+    due = accumulators.number_due(recipe, ctx.stage, phase)
+    by_matrix = find_layout(layout).shards_matrices
+    with use_abstract_mesh(mesh.abstract_mesh) if by_matrix else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
     params = optax.apply_updates(old, updates)
     params = accumulators.from_paths(recipe, accumulators.by_path(recipe, params) | tables)
@@ -187,6 +139,52 @@ def train_step(
         params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means
     )
     return done, {"loss": jnp.mean(row_losses) / mean} | ({"rows": of_given} if given else {})
+
+
+def on_devices(
+    recipe: Recipe, ctx: Context, placement: Placement, parts: int, phase: int, weight: Any
+) -> tuple[Callable[..., Any], Any, Any]:
+    """Return what each device does of a step, for ``shard_map``: the function, and the
+    PartitionSpecs of its arguments and of its results.
+
+    It gathers parameters, computes gradients of ``weight`` x the summed loss of its rows, adds what
+    earlier steps left, reduces them, and updates tables row by row.
+    """
+    mesh, layout = placement.mesh, placement.layout
+    cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
+    due = accumulators.number_due(recipe, ctx.stage, phase)
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), **fetcher(recipe, mesh, cuts))
+    if find_layout(layout).remat:
+        ctx = replace(ctx, layer=jax.checkpoint)
+    parts = 1 if "pipe" in mesh.shape else parts
+    key = id(recipe), mesh, layout, placement.device, ctx.stage, parts, ctx.head_chunk
+
+    def gradients_at(place: tuple[jax.Array, jax.Array], *arrays: Any) -> Any:
+        now = replace(ctx, step=place[0], first_row=place[1])
+        return gradients(recipe, now, parts, *arrays)
+
+    def on_device(
+        params: Any, kept: Any, rows: Any, step: jax.Array, tokens: jax.Array, given: Rows
+    ) -> Any:
+        gathered = gather_parameters(recipe, gather, params, cuts, later)
+        whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
+        place = step, device_of_rows(mesh) * tokens.shape[0]
+        grads, row_losses, of_given = traced_once(
+            placement.traces, key, gradients_at, place, weight, whole, tokens, given
+        )
+        grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
+        tables, rows = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, rows)
+        dense = [without_lazy(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
+        grads = map_specs(lambda spec, *its: kind_of(spec).reduced(mesh, *its), *dense)
+        return (grads, tables), kept, rows, row_losses, of_given
+
+    lanes, whole = rows_spec(mesh), PartitionSpec()
+    param_specs, carry_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
+    row_specs = lazy_specs(recipe, cuts)
+    table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
+    arguments = param_specs, carry_specs, row_specs, whole, lanes, lanes
+    updated = without_lazy(recipe, param_specs), table_specs
+    return on_device, arguments, (updated, carry_specs, row_specs, lanes, lanes)
 
 
 def at_end(recipe: Recipe, state: State) -> State:
@@ -223,23 +221,17 @@ def lazy_updates(
     rows: dict[str, Any],
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed
-    where due.
-
-    Where each device has the whole table, each makes the updates of all.
-    """
-    specs, placed = dict(leaves(recipe.parameters)), accumulators.by_path(recipe, cuts)
+    where due."""
+    placed, every = accumulators.by_path(recipe, cuts), dict(leaves(recipe.parameters))
     tables = {path: accumulators.by_path(recipe, whole)[path] for path in recipe.lazy}
     for path, optimizer in recipe.row_optimizers().items():
-        if path not in tables or due % specs[path].every:
+        if path not in tables or due % every[path].every:
             continue
-        grads_of_table = accumulators.by_path(recipe, grads)[path]
-        if mesh.size > 1 and not owned(specs[path], placed[path]):
-            grads_of_table = jax.tree.map(
-                lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table
-            )
+        lists = accumulators.by_path(recipe, grads)[path]
         kernel = ctx.kernel(optimizer.own_kernels, "update of rows")
-        tables[path], rows[path] = optimizer.update(
-            grads_of_table, tables[path], rows[path], kernel
+        arrays = lists, tables[path], rows[path], kernel
+        tables[path], rows[path] = kind_of(every[path]).updated(
+            mesh, placed[path], optimizer.update, *arrays
         )
     return tables, rows
 
@@ -358,11 +350,7 @@ def without_jit() -> bool:
 
 def to_compute_dtype(recipe: Recipe, params: Any) -> Any:
     """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
-    return map_specs(
-        lambda spec, p: None if spec.on_host else p.astype(spec.compute or spec.dtype),
-        recipe.parameters,
-        params,
-    )
+    return map_specs(lambda spec, p: kind_of(spec).computed(p), recipe.parameters, params)
 
 
 def gather_parameters(
@@ -374,8 +362,8 @@ def gather_parameters(
     ``trees`` are the other arguments of ``gather``, first the PartitionSpecs.
     """
 
-    def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec, *rest: Any) -> jax.Array:
-        return p if spec.on_host or owned(spec, cut) else gather(p, cut, *rest)
+    def one(spec: ParamSpec, p: Any, cut: PartitionSpec, *rest: Any) -> Any:
+        return kind_of(spec).gathered(p, cut, gather, *rest)
 
     return map_specs(one, recipe.parameters, to_compute_dtype(recipe, params), *trees)
 
