@@ -278,3 +278,13 @@ def test_assignments_pack_at_most_three_values():
                 for target in node.targets:
                     count = len(target.elts) if isinstance(target, ast.Tuple) else 1
                     assert count <= 3, f"{path}:{node.lineno} assigns {count} values at once"
+
+
+def test_functions_of_the_core_fit_a_screen():
+    """Recipes apart, whose forward pass is one function: their docstrings and comments count."""
+    for path in FILES:
+        if room(path) in CORE - {"recipes"}:
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = (node.end_lineno or 0) - node.lineno + 1
+                    assert lines <= 60, f"{path}:{node.lineno} {node.name} has {lines} lines"

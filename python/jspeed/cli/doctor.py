@@ -236,68 +236,7 @@ def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str
 
 def as_text(report: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
-    devices, sizes, machine = report["devices"], report["cache"], report["machine"]
-    packages = ", ".join(
-        f"{name} {number or 'missing'}" for name, number in report["packages"].items()
-    )
-    memory_of_one = (
-        f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
-    )
-    left = machine["available_memory"]
-    available = f", {size(left)} of it free" if left is not None else ""
-    chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
-    rows = [
-        ("jspeed", f"{report['jspeed']} in {report['package']}"),
-        ("repository", report["repository"] or "none (benches, records and tests need a checkout)"),
-        ("Python", f"{report['python']} ({report['executable']})"),
-        ("packages", packages),
-        (
-            "machine",
-            f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"
-            f"{available}",
-        ),
-        (
-            "devices",
-            (
-                f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}"
-                if devices
-                else report["problem"]
-            ),
-        ),
-    ]
-    if devices:
-        if report["problem"]:
-            rows.append(("", report["problem"]))
-        rows.append(
-            ("attention", f"{report['attention']['backend']}: {report['attention']['why']}")
-        )
-        rows.append(("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"))
-        if too_little := shared_memory_problem(devices, report["shared_memory"]):
-            rows.append(("", too_little))
-    if sizes["folder"]:
-        rows.append(
-            ("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free")
-        )
-        rows.append(
-            ("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs")
-        )
-        rows.append(("", f"{sizes['saved_folder']}: {size(sizes['saved'])} programs of whole runs"))
-    else:
-        rows.append(("cache", sizes["problem"]))
-    for number, one in enumerate(report["data"]):
-        tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
-        text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
-        rows.append(("" if number else "data", f"{one['name']}: {text}"))
-    if not report["data"]:
-        rows.append(
-            (
-                "data",
-                (
-                    "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has"
-                    " others"
-                ),
-            )
-        )
+    rows = [*rows_of_machine(report), *rows_of_devices(report), *rows_of_data(report)]
     for number, (name, extra) in enumerate(report["extras"].items()):
         state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
         rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
@@ -319,6 +258,59 @@ def as_text(report: Mapping[str, Any]) -> str:
         )
         for label, text in rows
     )
+
+
+def rows_of_machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a label and a text for each line on jspeed, Python and the machine."""
+    machine = report["machine"]
+    packages = (f"{name} {number or 'missing'}" for name, number in report["packages"].items())
+    left = machine["available_memory"]
+    available = f", {size(left)} of it free" if left is not None else ""
+    memory = f"{size(machine['memory'])} memory{available}"
+    return [
+        ("jspeed", f"{report['jspeed']} in {report['package']}"),
+        ("repository", report["repository"] or "none (benches, records and tests need a checkout)"),
+        ("Python", f"{report['python']} ({report['executable']})"),
+        ("packages", ", ".join(packages)),
+        ("machine", f"{machine['system']}, {machine['cores']} cores, {memory}"),
+    ]
+
+
+def rows_of_devices(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Likewise on the devices, and what they run."""
+    if not (devices := report["devices"]):
+        return [("devices", report["problem"])]
+    memory = f", {size(devices['memory'])} each for JAX" if devices["memory"] else ""
+    chosen = f" ({devices['chosen_by']})" if devices["chosen_by"] else ""
+    rows = [
+        ("devices", f"{devices['count']} x {devices['kind']}{memory}{chosen}"),
+        ("", report["problem"]),
+        ("attention", f"{report['attention']['backend']}: {report['attention']['why']}"),
+        ("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"),
+        ("", shared_memory_problem(devices, report["shared_memory"])),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def rows_of_data(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Likewise on what is kept on disk: data sets and programs."""
+    sizes = report["cache"]
+    if not sizes["folder"]:
+        rows = [("cache", sizes["problem"])]
+    else:
+        rows = [
+            ("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"),
+            ("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"),
+            ("", f"{sizes['saved_folder']}: {size(sizes['saved'])} programs of whole runs"),
+        ]
+    for number, one in enumerate(report["data"]):
+        tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
+        text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
+        rows.append(("" if number else "data", f"{one['name']}: {text}"))
+    if not report["data"]:
+        none = "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has others"
+        rows.append(("data", none))
+    return rows
 
 
 def folder_size(folder: Path) -> int:

@@ -32,25 +32,7 @@ def shard(
         BadInput: A rank outside of ``[0, n)``, no data, sequences of several lengths, or another
             type; a seed without ``shuffle``, or a negative one.
     """
-    if n < 1 or not 0 <= rank < n:
-        raise BadInput(f"rank {rank} of {n} processes; give a rank from 0 to n - 1")
-    if seed is not None and not shuffle:
-        raise BadInput(
-            f"seed={seed} without shuffle=True would have no effect; give both, or leave seed out"
-        )
-    if seed is not None and seed < 0:
-        raise BadInput(f"seed={seed} is negative; give 0 or more")
-    if not data:
-        raise BadInput("no sequence was given; give one or more")
-    for one in data:
-        if (
-            not isinstance(one, (list, tuple, np.ndarray))
-            or isinstance(one, np.ndarray)
-            and not one.ndim
-        ):
-            raise BadInput(
-                f"cannot shard a {type(one).__name__}; give a list, a tuple or a NumPy array"
-            )
+    _check(data, rank, n, shuffle, seed)
     lengths = [len(one) for one in data]
     if len(set(lengths)) > 1:
         raise BadInput(
@@ -71,3 +53,26 @@ def shard(
         return (tuple if isinstance(one, tuple) else list)(one[i] for i in mine)
 
     return tuple(map(share, data)) if len(data) > 1 else share(data[0])
+
+
+def _check(data: Sequence[Any], rank: int, n: int, shuffle: bool, seed: int | None) -> None:
+    """Raise BadInput for arguments of :func:`shard` that say nothing, or no sequence."""
+    if n < 1 or not 0 <= rank < n:
+        raise BadInput(f"rank {rank} of {n} processes; give a rank from 0 to n - 1")
+    if seed is not None and not shuffle:
+        raise BadInput(
+            f"seed={seed} without shuffle=True would have no effect; give both, or leave seed out"
+        )
+    if seed is not None and seed < 0:
+        raise BadInput(f"seed={seed} is negative; give 0 or more")
+    if not data:
+        raise BadInput("no sequence was given; give one or more")
+    for one in data:
+        if (
+            not isinstance(one, (list, tuple, np.ndarray))
+            or isinstance(one, np.ndarray)
+            and not one.ndim
+        ):
+            raise BadInput(
+                f"cannot shard a {type(one).__name__}; give a list, a tuple or a NumPy array"
+            )

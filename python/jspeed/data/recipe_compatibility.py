@@ -40,30 +40,9 @@ def check_fits(
             of ids.
     """
     if manifest is not None:
-        its, count, separator = manifest["tokenizer"], manifest["vocab_size"], manifest["bos_id"]
-        what = f"the data folder {folder} holds tokens of {its}"
-        if tokenizer is not None and its != tokenizer:
-            raise BadInput(
-                f"{what} but recipe {recipe} expects {tokenizer} tokens; give another --data,"
-                f" prepare your text with {tokenizer}, or copy the recipe and give its data another"
-                " name"
-            )
-        if count > vocab_size:
-            raise BadInput(
-                f"{what} with {count:,} ids but recipe {recipe} has room for {vocab_size:,}; give"
-                " another --data, or a recipe with a field VOCAB, which is made to fit"
-            )
-        if starts_at_documents and separator is None:
-            raise BadInput(
-                f"{what} without a document separator but the lanes of recipe {recipe} start at"
-                " documents; prepare your text with --end-of-text before"
-            )
-        if starts_at_documents and separator != bos_id:
-            raise BadInput(
-                f"{what} whose document separator is {separator}, but recipe {recipe} uses"
-                f" {bos_id}; give another --data, or set it in the recipe (--set BOS={separator},"
-                " where it has that field)"
-            )
+        where = f"the data folder {folder} holds tokens of {manifest['tokenizer']}"
+        asked = vocab_size, bos_id if starts_at_documents else None, tokenizer
+        _check_manifest(where, manifest, recipe, *asked)
     limit, limit_source = (vocab_size, f"recipe {recipe} has room for")
     if manifest is not None and manifest["vocab_size"] <= limit:
         limit, limit_source = (manifest["vocab_size"], "its manifest.json says")
@@ -76,3 +55,37 @@ def check_fits(
                 f" but {limit_source} {limit:,} ids; use the recipe and the manifest the shard was"
                 " made for, or make it again with `jspeed prepare`"
             )
+
+
+def _check_manifest(
+    what: str,
+    manifest: Manifest,
+    recipe: str,
+    vocab_size: int,
+    bos_id: int | None,
+    tokenizer: str | None,
+) -> None:
+    """Raise BadInput where a manifest does not fit; ``bos_id`` is None where lanes need none."""
+    its, count, separator = manifest["tokenizer"], manifest["vocab_size"], manifest["bos_id"]
+    if tokenizer is not None and its != tokenizer:
+        raise BadInput(
+            f"{what} but recipe {recipe} expects {tokenizer} tokens; give another --data,"
+            f" prepare your text with {tokenizer}, or copy the recipe and give its data another"
+            " name"
+        )
+    if count > vocab_size:
+        raise BadInput(
+            f"{what} with {count:,} ids but recipe {recipe} has room for {vocab_size:,}; give"
+            " another --data, or a recipe with a field VOCAB, which is made to fit"
+        )
+    if bos_id is not None and separator is None:
+        raise BadInput(
+            f"{what} without a document separator but the lanes of recipe {recipe} start at"
+            " documents; prepare your text with --end-of-text before"
+        )
+    if bos_id is not None and separator != bos_id:
+        raise BadInput(
+            f"{what} whose document separator is {separator}, but recipe {recipe} uses"
+            f" {bos_id}; give another --data, or set it in the recipe (--set BOS={separator},"
+            " where it has that field)"
+        )

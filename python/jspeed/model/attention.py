@@ -151,16 +151,7 @@ def attention(
     Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does
     not support, and for heads that do not divide.
     """
-    if backend != "xla" and backend not in backends():
-        known = ("xla", *backends())
-        raise BadInput(
-            f"attention backend {backend!r} is not known; choose"
-            f" {', '.join(known)}{nearest(backend, known)}"
-        )
-    if window is not None and window < 1:
-        raise BadInput(
-            f"attention window={window}, but it counts the query itself; give 1 or more, or None"
-        )
+    _check_asked(backend, window)
     if cache := active_cache():
         return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
@@ -173,9 +164,41 @@ def attention(
         path = _unrolled if short else _looped
         windows = {"window": window, "gradient_window": gradient_window}
         return _over_heads(partial(path, scale=scale, **windows), q_BTHK, k_BTHK, v_BTHK, ids_BT)
+    told = {} if gradient_window is None else {"gradient_window": gradient_window}
+    return _by_kernel(
+        backend, q_BTHK, k_BTHK, v_BTHK, scale, documents, window, marked, tagged, told
+    )
+
+
+def _check_asked(backend: str, window: int | None) -> None:
+    if backend != "xla" and backend not in backends():
+        known = ("xla", *backends())
+        raise BadInput(
+            f"attention backend {backend!r} is not known; choose"
+            f" {', '.join(known)}{nearest(backend, known)}"
+        )
+    if window is not None and window < 1:
+        raise BadInput(
+            f"attention window={window}, but it counts the query itself; give 1 or more, or None"
+        )
+
+
+def _by_kernel(
+    backend: str,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    scale: float,
+    documents: Documents | None,
+    window: int | None,
+    marked: bool,
+    tagged: bool,
+    told: dict[str, int],
+) -> jax.Array:
+    """:func:`attention` by a kernel, which is ``told`` what it takes of this and of documents."""
     if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
-    kernel, told = backends()[backend], {}
+    kernel = backends()[backend]
     if kernel.reads == "offsets_BO" and documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a"
@@ -183,8 +206,6 @@ def attention(
         )
     if documents is not None and documents.longest:
         told["longest"] = documents.longest
-    if gradient_window is not None:
-        told["gradient_window"] = gradient_window
     told = {name: number for name, number in told.items() if name in kernel.takes}
     if tagged := tagged and "tagged" in kernel.takes:
         _require_apart(scale, v_BTHK.shape[-1] // 2)

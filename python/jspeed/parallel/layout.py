@@ -190,6 +190,11 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} shards the logical axes {', '.join(MEGATRON)}, and no matrix of"
             f" recipe {recipe.name} has 'heads' or 'mlp'; choose another --layout"
         )
+    _check_blocks(layout, mesh, recipe)
+
+
+def _check_blocks(layout: str, mesh: Mesh, recipe: Recipe) -> None:
+    """Trace the loss where a layout needs what only its blocks show."""
     if mesh.shape.get("model", 1) > 1:
         try:
             _trace_loss(recipe, mesh, blocks=_run_one_block)
@@ -197,7 +202,7 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             raise BadInput(
                 f"--mesh model={mesh.shape['model']}, recipe {recipe.name}: {error}"
             ) from None
-    if pipe > 1 or found.scan:
+    if mesh.shape.get("pipe", 1) > 1 or find_layout(layout).scan:
         try:
             _trace_loss(recipe, blocks=scan_blocks)
         except TypeError as error:

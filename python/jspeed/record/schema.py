@@ -207,8 +207,8 @@ class Gpus(TypedDict):
     after: list[dict[str, Any]]  # each GPU after the clock stopped
 
 
-class Unsealed(TypedDict):
-    """Fields of a run before it is hashed."""
+class Identity(TypedDict):
+    """Which recipe ran, with which fields and seed."""
 
     schema: Annotated[int, version(SCHEMA)]
     recipe: FolderName  # its records' folder
@@ -219,6 +219,11 @@ class Unsealed(TypedDict):
     parent: str | None  # recipe that this one was derived from
     track: FolderPath  # such as stdlib/cpu
     seed: int  # of the initial weights and of the data order
+
+
+class Unsealed(Identity):
+    """Fields of a run before it is hashed."""
+
     status: Status  # stopped: by --steps, --max-minutes or --stop-at-target
     reached: bool  # the final validation loss is at or below the target
     target_loss: Loss

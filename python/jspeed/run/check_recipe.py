@@ -1,6 +1,6 @@
 """Whether a recipe's fields are of the types and ranges that it declares, and its parts fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -28,36 +28,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
             yield f"{where} is {found}; expected {expected}"
         yield from (f"parameter {path} {problem}" for problem in _problems_of(recipe, spec))
     for path, spec in rows.items():
-        cadences = [spec.updated_after(stage) for stage in recipe.stages]
-        if spec.every > 1 and recipe.period != max(each.every for each in rows.values()):
-            yield (
-                f"parameter {path} is updated every {spec.every} steps and others every"
-                f" {recipe.period}; give slow parameters numbers that divide the largest"
-            )
-        starts = accumulate(stage.steps for stage in recipe.stages)
-        for start, *two in zip(starts, cadences, cadences[1:], strict=False):
-            if two[0] != two[1] and (start % two[0] or start % two[1]):
-                yield (
-                    f"parameter {path} is updated every {two[0]} steps, and from step {start}"
-                    f" on every {two[1]}; let that stage start with a multiple of both"
-                )
-        if spec.lookups and (
-            spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
-        ):
-            yield (
-                f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and"
-                " no padding"
-            )
-        if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
-            yield (
-                f"parameter {path} is summed; give it axes ('token', 'table', ...) and every of"
-                " 2 or more"
-            )
-        if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
-            yield (
-                f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape"
-                f" {spec.shape}"
-            )
+        yield from (f"parameter {path} {problem}" for problem in _conflicts_of(recipe, rows, spec))
     tables = [path for path, spec in rows.items() if spec.lookups]
     if set(tables) != set(recipe.row_optimizers()):
         yield (
@@ -71,27 +42,13 @@ def problems(recipe: Recipe) -> Iterator[str]:
             f"data.bos_id is {recipe.data.bos_id}, but ids are below"
             f" vocab_size={recipe.data.vocab_size}"
         )
-    block = recipe.data.shuffle_block
-    if recipe.data.windows and (block or recipe.data.align):
+    if recipe.data.windows and (recipe.data.shuffle_block or recipe.data.align):
         yield (
             "windows='random' starts lanes at any token; leave align and shuffle_block out of Data"
         )
     if not recipe.stages:
         yield "STAGES is empty; a recipe needs at least one Stage"
-    for number, stage in enumerate(recipe.stages, 1):
-        lane = f"tokens but a lane has {stage.lane_len}; give"
-        if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
-            yield f"stage {number} cuts documents at {stage.max_doc_len} {lane} at most that"
-        if stage.windows and max(stage.windows) > stage.lane_len:
-            yield (
-                f"stage {number} has an attention window of {max(stage.windows)} {lane} at most"
-                " that"
-            )
-        if block and block % stage.lane_len:
-            yield (
-                f"shuffle block of {block} tokens is not a multiple of the lane length"
-                f" {stage.lane_len}"
-            )
+    yield from _problems_of_stages(recipe)
     lists = [
         (f"stage {number} lists {{}} attention windows", s.windows)
         for number, s in enumerate(recipe.stages, 1)
@@ -129,6 +86,49 @@ def _problems_of(recipe: Recipe, spec: ParamSpec) -> Iterator[str]:
             f"stacks {spec.shape[0]} entries (padding {spec.padding}) for {recipe.layers} alike"
             " layers; give the same number for each layer and no padding"
         )
+
+
+def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec) -> Iterator[str]:
+    """Yield what does not fit of one parameter beside others and the stages."""
+    cadences = [spec.updated_after(stage) for stage in recipe.stages]
+    if spec.every > 1 and recipe.period != max(each.every for each in rows.values()):
+        yield (
+            f"is updated every {spec.every} steps and others every"
+            f" {recipe.period}; give slow parameters numbers that divide the largest"
+        )
+    starts = accumulate(stage.steps for stage in recipe.stages)
+    for start, *two in zip(starts, cadences, cadences[1:], strict=False):
+        if two[0] != two[1] and (start % two[0] or start % two[1]):
+            yield (
+                f"is updated every {two[0]} steps, and from step {start}"
+                f" on every {two[1]}; let that stage start with a multiple of both"
+            )
+    if spec.lookups and (
+        spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
+    ):
+        yield "has lookups; give it axes ('row', ...), no compute dtype and no padding"
+    if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
+        yield "is summed; give it axes ('token', 'table', ...) and every of 2 or more"
+    if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
+        yield f"has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
+
+
+def _problems_of_stages(recipe: Recipe) -> Iterator[str]:
+    block = recipe.data.shuffle_block
+    for number, stage in enumerate(recipe.stages, 1):
+        lane = f"tokens but a lane has {stage.lane_len}; give"
+        if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
+            yield f"stage {number} cuts documents at {stage.max_doc_len} {lane} at most that"
+        if stage.windows and max(stage.windows) > stage.lane_len:
+            yield (
+                f"stage {number} has an attention window of {max(stage.windows)} {lane} at most"
+                " that"
+            )
+        if block and block % stage.lane_len:
+            yield (
+                f"shuffle block of {block} tokens is not a multiple of the lane length"
+                f" {stage.lane_len}"
+            )
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -74,24 +74,7 @@ def find(
     and a file that fails, ends the program or has no RECIPE.
     """
     path = locate(os.path.expanduser(name_or_path))
-    try:
-        source = read_regular(path).decode("utf-8-sig")
-        source = source.replace("\r\n", "\n").replace("\r", "\n")
-        tree = ast.parse(source, filename=as_text(path))
-        literals = _fields(tree)
-        fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
-        overrides = dict(_override(text, fields, path) for text in sets)
-        for name, value in overrides.items():
-            literals[name].value = ast.copy_location(
-                ast.parse(repr(value), mode="eval").body, literals[name].value
-            )
-        # XLA takes names in UTF-8 only
-        code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise BadInput(
-            f"recipe file {path} cannot be read as Python: {type_and_line(error)}; correct it"
-        ) from None
-
+    source, code, fields, overrides = read(path, sets)
     module = types.ModuleType(as_text(path.stem))
     module.__file__ = str(path)
     try:
@@ -123,6 +106,31 @@ def find(
             " it"
         ) from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
+
+
+def read(
+    path: Path, sets: Sequence[str]
+) -> tuple[str, types.CodeType, dict[str, Any], dict[str, Any]]:
+    """Return a recipe's source, its code with ``sets`` in place, its fields, and those of
+    ``sets``."""
+    try:
+        source = read_regular(path).decode("utf-8-sig")
+        source = source.replace("\r\n", "\n").replace("\r", "\n")
+        tree = ast.parse(source, filename=as_text(path))
+        literals = _fields(tree)
+        fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
+        overrides = dict(_override(text, fields, path) for text in sets)
+        for name, value in overrides.items():
+            literals[name].value = ast.copy_location(
+                ast.parse(repr(value), mode="eval").body, literals[name].value
+            )
+        # XLA takes names in UTF-8 only
+        code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise BadInput(
+            f"recipe file {path} cannot be read as Python: {type_and_line(error)}; correct it"
+        ) from None
+    return source, code, fields, overrides
 
 
 def load_recipe(options: Options) -> LoadedRecipe:

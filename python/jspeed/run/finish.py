@@ -20,7 +20,17 @@ from jspeed.recipe import Stage
 from jspeed.record import provenance
 from jspeed.record.consistent import SLACK
 from jspeed.record.run_json import write_run
-from jspeed.record.schema import SCHEMA, Holdout, Probe, Unread, Unsealed, count_parameters
+from jspeed.record.schema import (
+    SCHEMA,
+    Data,
+    Holdout,
+    Host,
+    Identity,
+    Probe,
+    Unread,
+    Unsealed,
+    count_parameters,
+)
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export
@@ -157,31 +167,18 @@ def record(
     """Collect the evidence, and return run.json, unsealed."""
     recipe, clock, program = setup.recipe, history.clock, setup.program
     with clock.section("evidence"), output.waiting(console, "evidence for run.json"):
-        try:
-            data = data_evidence(setup, hashed=history.status != "interrupted")
-        except KeyboardInterrupt:  # many gigabytes are hashed: the run is kept without
-            history.status, verdicts = "interrupted", {}
-            data = data_evidence(setup, hashed=False)
+        data, verdicts = data_and_verdicts(setup, history, verdicts)
         origin = provenance.collect(setup.at_start)
         table = parameter_table(recipe)
     # at one moment, however busy the machine is
     ledger, wall = clock.ledger, clock.wall_seconds
-    started = setup.directory.started
-    ended = after(started, now() - setup.directory.opened)
+    ended = after(setup.directory.started, now() - setup.directory.opened)
     stepped = between(ended, utc_now())
     val_loss, reached = outcome(setup, history, verdicts)
     total, active = count_parameters(table)
     run: Unsealed = {
-        "schema": SCHEMA,
-        "recipe": recipe.name,
-        "recipe_hash": setup.loaded.hash,
-        "recipe_source": as_text(setup.loaded.path.name),
+        **identity(setup),
         "recipe_sha256": setup.loaded.source_sha256,
-        "fields": as_json(setup.loaded.fields),
-        "overrides": as_json(setup.loaded.overrides),
-        "parent": recipe.parent,
-        "track": recipe.track or recipe.data.name,  # which no rules rank
-        "seed": setup.options.seed,
         "status": history.status,
         "reached": reached,
         "target_loss": recipe.target_loss,
@@ -189,7 +186,7 @@ def record(
         "timed_seconds": clock.timed_seconds,
         "compile_seconds": clock.seconds("compile"),
         "wall_seconds": wall,
-        "started": started,
+        "started": setup.directory.started,
         "ended": ended,
         "asked_steps": setup.options.steps,
         "steps": history.steps,
@@ -207,10 +204,9 @@ def record(
         "kernels": setup.checked.record(),
         "data": data,
         "loader": setup.data.loader.stats(),
-        "host": {
-            "data_wait_seconds": history.data_wait_seconds,
-            "dispatch_seconds": history.dispatch_seconds,
-        },
+        "host": Host(
+            data_wait_seconds=history.data_wait_seconds, dispatch_seconds=history.dispatch_seconds
+        ),
         "ledger": ledger,
         "resumed": history.resumed,
         "plan": setup.at_start.plan,
@@ -219,15 +215,52 @@ def record(
         "probes": cast(dict[str, Probe], verdicts),
         **origin,
     }
+    return with_some(setup, run, stepped, holdout, unread)
+
+
+def data_and_verdicts(
+    setup: Setup, history: History, verdicts: dict[str, probes.Verdict]
+) -> tuple[Data, dict[str, probes.Verdict]]:
+    """Return what the run read, and ``verdicts``; neither hashes nor verdicts if it is interrupted
+    while many gigabytes are hashed."""
+    try:
+        return data_evidence(setup, hashed=history.status != "interrupted"), verdicts
+    except KeyboardInterrupt:
+        history.status = "interrupted"
+        return data_evidence(setup, hashed=False), {}
+
+
+def identity(setup: Setup) -> Identity:
+    """Return which recipe ran, with which fields and seed."""
+    recipe, loaded = setup.recipe, setup.loaded
+    return {
+        "schema": SCHEMA,
+        "recipe": recipe.name,
+        "recipe_hash": loaded.hash,
+        "recipe_source": as_text(loaded.path.name),
+        "fields": as_json(loaded.fields),
+        "overrides": as_json(loaded.overrides),
+        "parent": recipe.parent,
+        "track": recipe.track or recipe.data.name,  # which no rules rank
+        "seed": setup.options.seed,
+    }
+
+
+def with_some(
+    setup: Setup, run: Unsealed, stepped: float, holdout: Holdout | None, unread: Unread | None
+) -> Unsealed:
+    """Return ``run`` with what only some runs have; ``stepped`` are the seconds by which the
+    machine's clock was set."""
+    recipe, program = setup.recipe, setup.program
     if isinstance(setup.data.loader, Knowing):
         run = cast(Unsealed, {**run, recipe.beside.name: setup.data.loader.section()})
     if abs(stepped) > SLACK:
         run["clock_stepped"] = stepped
         how = "was set or it slept" if stepped > 0 else "was set back"
         say(f"note: during the run the machine's clock {how}: {stepped:+.0f} s; run.json says so")
-    if holdout and val_loss is not None:
+    if holdout and run["val_loss"] is not None:
         run["holdout"] = holdout
-    if unread and val_loss is not None:
+    if unread and run["val_loss"] is not None:
         run["unread"] = unread
     if program.compiled:
         run["programs"] = programs_of(program)

@@ -146,16 +146,7 @@ def open_run_directory(
             directory.path = Path(of_first)
         directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
         if not directory.shared:
-            console.print(
-                f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint",
-                soft_wrap=True,
-            )
-            if options.checkpoint_every or options.resume:
-                raise BadInput(
-                    f"not all processes see {of_first}, and each writes its part of a checkpoint;"
-                    " give a --run-dir that all nodes share, or leave out --checkpoint-every and"
-                    " --resume"
-                )
+            tell_unshared(of_first, options, console)
         outcome = f"{path} has no checkpoint to resume from; starting at step 0"
         if step is not None:
             directory.checkpoint = checkpoint_to_resume(
@@ -166,16 +157,28 @@ def open_run_directory(
             remove_unfinished(checkpoints)
             for each, fault in damaged.items():
                 line = f"the checkpoint of step {each} in {checkpoints} is not whole ({fault}); it"
-                console.print(
-                    f"{line} is now {set_aside(checkpoints, each).name}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+                now_called = f"{line} is now {set_aside(checkpoints, each).name}"
+                console.print(now_called, markup=False, soft_wrap=True)
             console.print(outcome, markup=False, soft_wrap=True)
     except BaseException:
         directory.abandon()
         raise
     return directory
+
+
+def tell_unshared(run_dir: str, options: Options, console: Console) -> None:
+    """Say that not all processes see the run directory; raise :class:`BadInput` where ``options``
+    need it."""
+    console.print(
+        f"not all processes see {run_dir}: SIGTERM will end this run without a checkpoint",
+        soft_wrap=True,
+    )
+    if options.checkpoint_every or options.resume:
+        raise BadInput(
+            f"not all processes see {run_dir}, and each writes its part of a checkpoint;"
+            " give a --run-dir that all nodes share, or leave out --checkpoint-every and"
+            " --resume"
+        )
 
 
 def create_and_lock(run_dir: Path, resume: bool) -> Lines:

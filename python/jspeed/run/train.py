@@ -129,24 +129,13 @@ def loop(
     options = setup.options
     clock = history.clock
     state = setup.state
-    begun, rows, period = history.steps, batch_rows(setup.placement.mesh), recipe.period
+    begun, period = history.steps, recipe.period
     limit = 60 * (options.max_minutes or math.inf)
     mask = cache(lambda: begin_mask(setup))
 
-    def settle() -> None:
-        """Read the last loss and wait, on the clock, for the mask, for tables and for what the
-        loader knows: none of it happens in a pause."""
-        history.read()
-        if setup.program.tables:
-            setup.program.tables.wait()
-        if isinstance(setup.data.loader, Knowing):
-            setup.data.loader.wait()
-        if history.steps and (built := mask()):
-            setup.validation.impossible = built.result()
-
     @contextmanager
     def pause(name: str) -> Iterator[None]:
-        settle()
+        settle(setup, history, mask)
         with clock.section(name, wait_for=state):
             yield
 
@@ -169,17 +158,7 @@ def loop(
         if (every := options.checkpoint_every) and history.steps % math.lcm(every, period) == 0:
             save(setup, history, state, checkpoints, pause)
         profile.before(history.steps)
-        before = now()
-        batch = setup.data.loader.__next__()  # next() would forget its type
-        loaded = now()
-        # Tokens as stored, and what is beside them: the device derives inputs, targets and
-        # documents from them.
-        state, metrics = execute(
-            state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
-        )
-        history.data_wait_seconds += loaded - before
-        history.dispatch_seconds += now() - loaded
-        history.fed(batch.tokens)
+        state, metrics = feed(setup, history, execute, state)
         mask()  # is begun: not before the pause of the first evaluation
         history.stepped(recipe.tokens_per_step(stage), metrics["loss"])
         end_if_due(history, stop, recipe, last_step, limit)
@@ -189,10 +168,39 @@ def loop(
     profile.close()
     if begun < history.steps == recipe.steps:
         state = setup.program.at_end(state)
-    settle()
+    settle(setup, history, mask)
     clock.stop(state)
     save_last(setup, history, state, checkpoints, pause)
     return state
+
+
+def feed(
+    setup: Setup, history: History, execute: StepProgram, state: State
+) -> tuple[State, dict[str, jax.Array]]:
+    """Take the next batch and dispatch a step of it: the next state and the step's metrics."""
+    before = now()
+    batch = setup.data.loader.__next__()  # next() would forget its type
+    loaded = now()
+    # Tokens as stored, and what is beside them: the device derives inputs, targets and documents
+    # from them.
+    tokens = batch.tokens.astype(setup.recipe.data.dtype, copy=False)
+    found = execute(state, put_rows(tokens, batch_rows(setup.placement.mesh)))
+    history.data_wait_seconds += loaded - before
+    history.dispatch_seconds += now() - loaded
+    history.fed(batch.tokens)
+    return found
+
+
+def settle(setup: Setup, history: History, mask: Callable[[], Future[jax.Array] | None]) -> None:
+    """Read the last loss and wait, on the clock, for the ``mask``, for tables and for what the
+    loader knows: none of it happens in a pause."""
+    history.read()
+    if setup.program.tables:
+        setup.program.tables.wait()
+    if isinstance(setup.data.loader, Knowing):
+        setup.data.loader.wait()
+    if history.steps and (built := mask()):
+        setup.validation.impossible = built.result()
 
 
 def begin_mask(setup: Setup) -> Future[jax.Array] | None:

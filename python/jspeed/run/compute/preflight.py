@@ -243,36 +243,49 @@ def compile_or_fall_back(
         if program and reason is None:
             return program, checked
         own = bool(device.own_kernels)
-        if own and fields.get("OWN_KERNELS") == "on":
-            raise BadInput(
-                "field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels"
-                f" ({reason}); set OWN_KERNELS=auto or OWN_KERNELS=off"
-            ) from error
-        if not own and not device.fallbacks:
-            raise BadInput(
-                f"--attention {device.attention}: the step cannot be compiled with it ({reason});"
-                " choose another one, or leave the flag out"
-            ) from error
-        dropped = "own kernel" if own else f"attention {device.attention}"
+        check_may_drop(device, fields, reason, error)
         refused = (
-            f"{dropped}{'s' * own}: the step cannot be compiled with {'them' if own else 'it'}"
-            f" ({reason})"
+            f"{'own kernels' if own else f'attention {device.attention}'}: the step cannot be"
+            f" compiled with {'them' if own else 'it'} ({reason})"
         )
-        others = tuple(name for name in checked.checks if not name.startswith(dropped))
-        less: dict[str, Any] = {"own_kernels": frozenset()}
-        if not own:
-            less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
-        again = checked.checks and not own  # not with --no-preflight
-        checked = replace(
-            checked.with_device(**less), checks=others, refused=(*checked.refused, refused)
-        )
-        if again:
-            checked = working_attention(recipe, checked)
+        checked = with_less(recipe, checked, refused)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
         instead = (
             "XLA's instead of own kernels" if own else f"attention by {checked.device.attention}"
         )
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
+
+
+def check_may_drop(
+    device: Device, fields: Mapping[str, Any], reason: str | None, error: Exception | None
+) -> None:
+    """Raise :class:`BadInput`, for a ``reason``, where own kernels or a backend were asked for."""
+    if device.own_kernels and fields.get("OWN_KERNELS") == "on":
+        raise BadInput(
+            "field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels"
+            f" ({reason}); set OWN_KERNELS=auto or OWN_KERNELS=off"
+        ) from error
+    if not device.own_kernels and not device.fallbacks:
+        raise BadInput(
+            f"--attention {device.attention}: the step cannot be compiled with it ({reason});"
+            " choose another one, or leave the flag out"
+        ) from error
+
+
+def with_less(recipe: Recipe, checked: Preflight, refused: str) -> Preflight:
+    """Return ``checked`` without own kernels, or if there are none with the next backend that
+    works; ``refused`` says why."""
+    device, own = checked.device, bool(checked.device.own_kernels)
+    dropped = "own kernel" if own else f"attention {device.attention}"
+    others = tuple(name for name in checked.checks if not name.startswith(dropped))
+    less: dict[str, Any] = {"own_kernels": frozenset()}
+    if not own:
+        less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
+    again = checked.checks and not own  # not with --no-preflight
+    checked = replace(
+        checked.with_device(**less), checks=others, refused=(*checked.refused, refused)
+    )
+    return working_attention(recipe, checked) if again else checked
 
 
 def count_kernels(
