@@ -18,7 +18,7 @@ ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall={508: 0.0, 1270: 1.0}, floor
 
 def polar_express(x):
     x = x / (1.02 * np.linalg.norm(x) + 1e-6)
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in POLAR_EXPRESS.maps:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

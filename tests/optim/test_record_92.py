@@ -27,7 +27,7 @@ def test_maps_of_single_values():
         0.5: 1.000150,
     }.items():
         x, largest = np.float64(start), 0.0
-        for a, b, c in ANVIL_MAPS:
+        for a, b, c in ANVIL_MAPS.maps:
             x = a * x + b * x**3 + c * x**5
             largest = max(largest, x)
         assert x == pytest.approx(end, abs=1e-6) and largest < 1.54
@@ -37,7 +37,7 @@ def test_a_matrix_becomes_orthogonal_and_zero_stays_zero():
     x = np.random.default_rng(0).normal(size=(2, 24, 8)).astype(np.float32)
     x[1] = 0
     y = np.asarray(
-        orthogonalise(jnp.asarray(x), coefficients=ANVIL_MAPS, dtype=jnp.float32), np.float64
+        orthogonalise(jnp.asarray(x), polynomial=ANVIL_MAPS, dtype=jnp.float32), np.float64
     )
     np.testing.assert_allclose(y[0].T @ y[0], np.eye(8), atol=0.011)
     assert not y[1].any()
@@ -46,7 +46,7 @@ def test_a_matrix_becomes_orthogonal_and_zero_stays_zero():
 def whitened(x):
     """The maps, and division by running mean squares of 0.1 of the first step's, in float64."""
     x = x / (1.05 * np.linalg.norm(x) + 1e-6)
-    for a, b, c in ANVIL_MAPS:
+    for a, b, c in ANVIL_MAPS.maps:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

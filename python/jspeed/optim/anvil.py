@@ -75,7 +75,7 @@ def anvil(
         def direction(f: jax.Array, s: jax.Array, g: jax.Array) -> jax.Array:
             ahead = g + beta * (share * f + (1 - share) * s - g)
             return on_whole_matrices(
-                partial(orthogonalise, coefficients=ANVIL_MAPS, dtype=dtype), ahead
+                partial(orthogonalise, polynomial=ANVIL_MAPS, dtype=dtype), ahead
             )
 
         directions, square = equalise.update(

@@ -13,38 +13,51 @@ from jax.typing import ArrayLike
 
 from jspeed.recipe import SMALL
 
-Coefficients = tuple[tuple[float, float, float], ...]
 
-# One (a, b, c) per iteration: X <- a X + (b A + c A A) X with A = X X^T. Keller Jordan's quintic
-# (kellerjordan.github.io/posts/muon): five iterations take singular values from 0.0032 to 1 into
-# 0.68 to 1.21.
-NEWTON_SCHULZ_5: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+class Polynomial(NamedTuple):
+    """Iterations that push singular values towards 1, and what a matrix is divided by before them:
+    ``safety`` x its norm + ``epsilon``."""
+
+    maps: tuple[tuple[float, float, float], ...]
+    """(a, b, c) of each iteration: X <- a X + (b A + c A A) X with A = X X^T."""
+    safety: float = 1.0
+    epsilon: float = 1e-7
+
+
+# Keller Jordan's quintic (kellerjordan.github.io/posts/muon): five iterations take singular values
+# from 0.0032 to 1 into 0.68 to 1.21.
+NEWTON_SCHULZ_5 = Polynomial(((3.4445, -4.7750, 2.0315),) * 5)
 # Twelve iterations of the Newton-Schulz polynomial that converges to 1 (modded-nanogpt, track 3
 # baseline).
-NEWTON_SCHULZ_12: Coefficients = ((2.0, -1.5, 0.5),) * 12
-# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X /
-# (1.02 ||X||_F + 1e-6).
-POLAR_EXPRESS: Coefficients = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+NEWTON_SCHULZ_12 = Polynomial(((2.0, -1.5, 0.5),) * 12)
+# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2.
+POLAR_EXPRESS = Polynomial(
+    safety=1.02,
+    epsilon=1e-6,
+    maps=(
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
 )
 
 
 # Six maps that take singular values from 0.003 to 1 / 1.05 into 0.995 to 1.0005 (modded-nanogpt,
-# record 92); take X / (1.05 ||X||_F + 1e-6).
-ANVIL_MAPS: Coefficients = (
-    (3.923798038567, -6.095026865488, 3.905234618423),
-    (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615),
-    (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461),
-    (2.256537145403, -2.166840097229, 0.929501253245),
+# record 92).
+ANVIL_MAPS = Polynomial(
+    safety=1.05,
+    epsilon=1e-6,
+    maps=(
+        (3.923798038567, -6.095026865488, 3.905234618423),
+        (3.278126713798, -3.328923386476, 0.989127286973),
+        (3.505298394150, -5.137358782410, 1.968325560615),
+        (2.815058591845, -3.685181239622, 1.417196497642),
+        (2.245503932403, -2.443826979899, 0.963091710461),
+        (2.256537145403, -2.166840097229, 0.929501253245),
+    ),
 )
-# What a matrix is divided by before the first iteration: so many norms, and a little.
-DIVISORS = {POLAR_EXPRESS: (1.02, 1e-6), ANVIL_MAPS: (1.05, 1e-6)}
 
 
 class MuonState(NamedTuple):
@@ -80,14 +93,13 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
 
 
 def orthogonalise(
-    x: jax.Array, *, coefficients: Coefficients = NEWTON_SCHULZ_5, dtype: Any = jnp.bfloat16
+    x: jax.Array, *, polynomial: Polynomial = NEWTON_SCHULZ_5, dtype: Any = jnp.bfloat16
 ) -> jax.Array:
     """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1;
     ``dtype`` out.
 
-    One iteration per row of ``coefficients`` on X / ||X||_F, always on the wide orientation so that
-    the Gram matrix is the small one; with POLAR_EXPRESS and ANVIL_MAPS on X divided by what
-    DIVISORS says. A zero matrix stays zero. A device needs whole matrices:
+    The iterations of ``polynomial`` are on the wide orientation, so that the Gram matrix is the
+    small one. A zero matrix stays zero. A device needs whole matrices:
     :func:`jspeed.parallel.layout.on_whole_matrices` reshards banks whose matrices are sharded.
     """
     tall = x.shape[-2] > x.shape[-1]
@@ -96,9 +108,8 @@ def orthogonalise(
     norm = jnp.linalg.norm(
         x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True
     )
-    safety, epsilon = DIVISORS.get(coefficients, (1.0, 1e-7))
-    x = (x / (safety * norm + epsilon)).astype(dtype)
-    for a, b, c in coefficients:
+    x = (x / (polynomial.safety * norm + polynomial.epsilon)).astype(dtype)
+    for a, b, c in polynomial.maps:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if tall else x
@@ -107,7 +118,7 @@ def orthogonalise(
 def scale_by_muon(
     momentum: Callable[[jax.Array], Any],
     *,
-    coefficients: Coefficients = NEWTON_SCHULZ_5,
+    polynomial: Polynomial = NEWTON_SCHULZ_5,
     scale: ArrayLike | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
@@ -131,7 +142,7 @@ def scale_by_muon(
 
         def direction(m: jax.Array, g: jax.Array) -> jax.Array:
             rows, cols = g.shape[-2:]
-            whole = partial(orthogonalise, coefficients=coefficients, dtype=dtype)
+            whole = partial(orthogonalise, polynomial=polynomial, dtype=dtype)
             update = on_whole_matrices(whole, beta * m + (1 - beta) * g)
             return update.astype(jnp.float32) * (
                 max(1.0, cols / rows) ** 0.5 if scale is None else scale
@@ -146,7 +157,7 @@ def muon(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Callable[[jax.Array], Any],
     *,
-    coefficients: Coefficients = NEWTON_SCHULZ_5,
+    polynomial: Polynomial = NEWTON_SCHULZ_5,
     scale: ArrayLike | None = None,
     weight_decay: float = 0.0,
     dtype: Any = jnp.bfloat16,
@@ -154,7 +165,7 @@ def muon(
     """Muon with a learning-rate schedule, a momentum schedule and decoupled weight decay (rate x
     decay a step)."""
     return optax.chain(
-        scale_by_muon(momentum, coefficients=coefficients, scale=scale, dtype=dtype),
+        scale_by_muon(momentum, polynomial=polynomial, scale=scale, dtype=dtype),
         optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
         optax.scale_by_learning_rate(learning_rate),
     )

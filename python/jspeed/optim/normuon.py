@@ -77,7 +77,7 @@ def normuon(
         return weight_decay * jnp.square(learning_rate(step)) * scale
 
     return optax.chain(
-        scale_by_muon(momentum, coefficients=POLAR_EXPRESS, scale=1.0, dtype=dtype),
+        scale_by_muon(momentum, polynomial=POLAR_EXPRESS, scale=1.0, dtype=dtype),
         scale_by_mean_square(beta2),
         optax.stateless(lambda updates, _: jax.tree.map(lambda u: scale * u, updates)),
         optax.scale_by_learning_rate(learning_rate),

@@ -216,9 +216,7 @@ def momentum(step: jax.Array) -> jax.Array:
 
 def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
     """Muon with the recipe's constants, its updates times ``scale``."""
-    return muon(
-        falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=scale, dtype=COMPUTE
-    )
+    return muon(falling(MUON_LR), momentum, polynomial=NEWTON_SCHULZ_5, scale=scale, dtype=COMPUTE)
 
 
 def adam(peak: float) -> optax.GradientTransformation:

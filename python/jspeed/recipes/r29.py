@@ -214,7 +214,7 @@ def optimizer() -> optax.GradientTransformation:
     """Muon on the blocks' matrices, Adam on the rest."""
     # No shape has a rate of its own: the record stores up, like down, with fewer rows than columns.
     matrices = muon(
-        falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=1.0, dtype=COMPUTE
+        falling(MUON_LR), momentum, polynomial=NEWTON_SCHULZ_5, scale=1.0, dtype=COMPUTE
     )
     by_group = {
         "attention": matrices,

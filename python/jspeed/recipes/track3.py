@@ -173,7 +173,7 @@ def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
     return muon(
         falling(MUON_LR),
         momentum,
-        coefficients=NEWTON_SCHULZ_12,
+        polynomial=NEWTON_SCHULZ_12,
         scale=scale,
         weight_decay=MUON_DECAY,
         dtype=COMPUTE,
