@@ -82,8 +82,7 @@ class Dense:
         return sharded_dim(cut) is not None or self.dtype != self.spec.dtype
 
     def zeros(self, cut: PartitionSpec, devices: int, most: int) -> Any:
-        """Return accumulated gradients before the first step, with a leading axis of devices, of at
-        ``most`` so many tokens a step and device. Not inside ``shard_map``."""
+        """Return accumulated gradients of no step, ``[devices, ...]``, of ``most`` tokens each."""
         shape = self.spec.shape
         if owned(self.spec, cut):
             shape = shape[0] // devices, *shape[1:]
@@ -99,7 +98,7 @@ class Dense:
 
     def accumulated(self, loaded: Any, old: Any, grad: Any, age: int, due: bool) -> tuple[Any, Any]:
         """Return (gradient since the last update, ``age`` steps ago; what accumulates for the next
-        step, which does not read it where this one is ``due``)."""
+        step, which reads nothing where this one is ``due``)."""
         grad = old[0] + grad if age else grad
         return grad, old if due else grad[None]
 
@@ -149,7 +148,6 @@ class Rows(Dense):
     def __init__(self, spec: ParamSpec):
         super().__init__(spec)
         self.specs = [Pending(EACH_DEVICE, EACH_DEVICE)] * (spec.every - 1)
-        self.carried = self.carried and not spec.on_host
 
     def leaf(self, p: jax.Array, tokens: int, owners: int) -> Sink:
         return lazy_table.empty(p, tokens * self.spec.lookups, owners)
@@ -202,26 +200,19 @@ class Rows(Dense):
         return update(grads, *rest)
 
 
-class OnHost(Rows):
-    """A table in the host's memory, which is in no state and no program: None everywhere."""
+class OnHost:
+    """A table in the host's memory, in no state and no program: whatever is asked of it is None."""
 
-    def computed(self, p: Any) -> Any:
-        return None
+    carried = False
 
-    def gathered(self, p: Any, cut: PartitionSpec, gather: Any, *rest: Any) -> Any:
-        return None
-
-    def leaf(self, p: Any, tokens: int, owners: int) -> Any:
-        return None
-
-    def read(self, p: Any, leaf: Any) -> Any:
-        return None
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
 
 
 def kind_of(spec: ParamSpec) -> Any:
     """Return the kind of a parameter."""
     if spec.on_host:
-        return OnHost(spec)
+        return OnHost()
     if spec.lookups:
         return Rows(spec)
     return SummedTables(spec) if spec.summed else Dense(spec)
