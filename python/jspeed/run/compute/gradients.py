@@ -41,18 +41,20 @@ def gradients(
     recipe: Recipe,
     ctx: Context,
     parts: int,
+    place: tuple[jax.Array, jax.Array],
     weight: float,
     params: Any,
     tokens: jax.Array,
-    given: Rows | None = None,
+    given: Rows,
 ) -> tuple[Any, jax.Array, Rows]:
     """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row, gradient of
-    what is ``given``) of one device's rows.
+    what is ``given``) of one device's rows; ``place`` are the step and the number of the first row.
 
     ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
     summed in fp32. More ``parts`` than rows cut each row at document borders
     (:mod:`jspeed.run.compute.division`) and take one piece at a time.
     """
+    ctx = replace(ctx, step=place[0], first_row=place[1])
     if parts > tokens.shape[0]:
         assert not given, "micro-batches are whole rows where the host gives rows of tables"
         pieces = parts // tokens.shape[0]
@@ -60,7 +62,7 @@ def gradients(
         return *piecewise_gradients(recipe, ctx, pieces, weight, params, tokens), {}
     tokens, given = jax.tree.map(
         lambda rows: rows.reshape(parts, -1, *rows.shape[1:]),
-        (tokens.astype(jnp.int32), given or {}),
+        (tokens.astype(jnp.int32), given),
     )
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 

@@ -158,10 +158,7 @@ def on_devices(
         ctx = replace(ctx, layer=jax.checkpoint)
     parts = 1 if "pipe" in mesh.shape else parts
     key = id(recipe), mesh, layout, placement.device, ctx.stage, parts, ctx.head_chunk
-
-    def gradients_at(place: tuple[jax.Array, jax.Array], *arrays: Any) -> Any:
-        now = replace(ctx, step=place[0], first_row=place[1])
-        return gradients(recipe, now, parts, *arrays)
+    of_rows = partial(gradients, recipe, ctx, parts)
 
     def on_device(
         params: Any, kept: Any, rows: Any, step: jax.Array, tokens: jax.Array, given: Rows
@@ -170,7 +167,7 @@ def on_devices(
         whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
         place = step, device_of_rows(mesh) * tokens.shape[0]
         grads, row_losses, of_given = traced_once(
-            placement.traces, key, gradients_at, place, weight, whole, tokens, given
+            placement.traces, key, of_rows, place, weight, whole, tokens, given
         )
         grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
         tables, rows = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, rows)
