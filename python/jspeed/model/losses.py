@@ -79,8 +79,8 @@ class Head:
     chunk: int | None = None
     # Raw logits to what loss and gradient read: what lies in memory between them.
     keep: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = as_made
-    # Losses ``[B, T, N]`` of N targets, and other arrays ``[B, T]``, to (losses, function from
-    # weights of these to (weights of those given, gradients of the arrays)).
+    # Losses ``[B, T, N]`` of N targets, and other arrays ``[B, T]``, to losses and a function. That
+    # turns weights of these into (weights of those given, gradients of the arrays).
     mix: Callable[..., tuple[jax.Array, Callable[..., Any]]] = unmixed
 
 

@@ -175,11 +175,10 @@ def over_candidates(
     """Return (weighted sum, loss of every token) where each lane has its own :func:`candidates`,
     ``chosen``.
 
-    ``score`` is :func:`jspeed.model.losses.cross_entropy` of a head, called for each lane with its
-    candidates' rows, the targets' places among them, and the lane's row of each of ``beside_BT``. A
-    target that is no candidate (a few of
-    those further ahead) counts nothing; where a lane has more next tokens than candidates the sum
-    is NaN.
+    ``score`` is :func:`jspeed.model.losses.cross_entropy` of a head. It is called for each lane
+    with its candidates' rows, the targets' places among them, and what ``beside_BT`` have of it. A
+    target that is no candidate (a few of those further ahead) counts nothing; where a lane has more
+    next tokens than candidates the sum is NaN.
     """
     parts = []
     for lane, (ids_C, place_V) in enumerate(chosen):

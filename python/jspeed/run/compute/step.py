@@ -147,8 +147,8 @@ def on_devices(
     """Return what each device does of a step, for ``shard_map``: the function, and the
     PartitionSpecs of its arguments and of its results.
 
-    It gathers parameters, computes gradients of ``weight`` x the summed loss of its rows, adds what
-    earlier steps left, reduces them, and updates tables row by row.
+    It gathers parameters and computes gradients of ``weight`` x the summed loss of its rows. To
+    these it adds what earlier steps left, reduces them, and updates tables row by row.
     """
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
