@@ -246,6 +246,14 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     assert not (trainer / "x").exists()
 
 
+@pytest.mark.parametrize(("load", "told"), [(0.6, False), (1.4, True)])
+def test_a_race_warns_of_other_programs(trainer, monkeypatch, capfd, load, told):
+    monkeypatch.setattr(preregistered, "cores", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    preregistered.race("shakespeare-char", "stdlib", 1, trainer / "r", None, [])
+    assert ("kept 1.4 of 2 cores busy" in capfd.readouterr().err) is told
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
 )

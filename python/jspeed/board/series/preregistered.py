@@ -18,6 +18,7 @@ from statistics import fmean, stdev
 from types import FrameType
 from typing import NamedTuple
 
+from jspeed.base.cores import cores
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.board import formatting, stats
 from jspeed.board.records.preregistration import (
@@ -32,7 +33,7 @@ from jspeed.board.records.preregistration import (
 from jspeed.board.records.remarks import remarks
 from jspeed.board.views import loss_plot
 from jspeed.cli.satellites import rank_of
-from jspeed.errors import BadInput, writable_folder
+from jspeed.errors import BadInput, say, writable_folder
 from jspeed.fields import flag
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
@@ -121,6 +122,12 @@ def race(
         SeriesRun(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds
     ]
     folder = folder or default_folder(f"{loaded[a].recipe.name}-{loaded[b].recipe.name}")
+    load, have = os.getloadavg()[0], cores()
+    if load > have / 2:
+        say(
+            f"note: other programs kept {load:.1f} of {have} cores busy in the last minute: times"
+            " will scatter; race on a quiet machine, or give more --rounds"
+        )
     made = make_runs(folder, "race", steps, runs, flags)
     turns = zip(*[iter(made)] * ROUND, strict=True)
     complete = [turn for turn in turns if all(run["val_loss"] is not None for run in turn)]
