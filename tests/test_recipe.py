@@ -122,6 +122,15 @@ def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
     } == {0.0}
 
 
+KEPT = [*RECORDS.glob("ideas/*.py"), *RECORDS.glob("*/*/*/recipe-*.py")]
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipes_of_records_and_ideas_can_be_run(path):
+    """They call functions of the house as it was when they were written."""
+    find(str(path))
+
+
 @pytest.mark.parametrize("name", known_recipes())
 def test_fields_come_back_from_json(name):
     """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with

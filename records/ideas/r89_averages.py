@@ -23,7 +23,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
 from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
-from jspeed.model.mlp import MARGIN, mlp
+from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
 from jspeed.model.mudd import blend, coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
@@ -203,7 +203,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=largest[layer], share=share)
+        if largest[layer] is None:
+            return mlp(a_BTD, up, down)
+        return fp8_forward_mlp(a_BTD, up, down, largest[layer], share)
 
     def attend(
         a_BTD: jax.Array,

@@ -2,7 +2,7 @@
 pass."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
@@ -82,6 +82,7 @@ class Head:
     # Losses ``[B, T, N]`` of N targets, and other arrays ``[B, T]``, to losses and a function. That
     # turns weights of these into (weights of those given, gradients of the arrays).
     mix: Callable[..., tuple[jax.Array, Callable[..., Any]]] = unmixed
+    cap: Softcap | None = None
 
 
 def cross_entropy(
@@ -89,14 +90,15 @@ def cross_entropy(
     head_params: Any,
     x_BTD: jax.Array,
     *arrays_BT: jax.Array,
-    cap: Softcap | None,
+    **of_head: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of weights x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a
     gradient).
 
     ``head`` is differentiated with respect to ``head_params`` and ``x_BTD``, so arrays that need a
     gradient must not be closed over. ``arrays_BT`` are targets, integer ids below V; their weights,
-    which are constants; and what ``head.mix`` takes.
+    which are constants; and what ``head.mix`` takes. ``of_head`` replace attributes of the
+    :class:`Head`; recipes on the board give ``cap`` and ``chunk`` so.
 
     A token may have several targets, each with its weight: ``[N, B, T]`` both. All weigh into the
     sum; the loss is that of the first.
@@ -110,9 +112,9 @@ def cross_entropy(
     gradient is a probability or less, as FP8 scales fixed in advance need it.
     """
     targets_BT, weights_BT, *beside_BT = arrays_BT
-    how = head if isinstance(head, Head) else Head(head)
+    how = replace(head if isinstance(head, Head) else Head(head), **of_head)
     ids_and_weights = targets_last(targets_BT, weights_BT)
-    return _cross_entropy(how, cap, head_params, x_BTD, tuple(beside_BT), *ids_and_weights)
+    return _cross_entropy(how, head_params, x_BTD, tuple(beside_BT), *ids_and_weights)
 
 
 def look_ahead(
@@ -143,28 +145,28 @@ def with_prefix(
     return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(head, cap, head_params, x_BTD, beside, targets_BTN, weights_BTN):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(head, head_params, x_BTD, beside, targets_BTN, weights_BTN):
     def of_chunk(_, x_BtD, targets_BtN, *beside_Bt):
-        loss_BtN = _loss(head.logits(head_params, x_BtD), targets_BtN, cap)[0]
+        loss_BtN = _loss(head.logits(head_params, x_BtD), targets_BtN, head.cap)[0]
         return None, head.mix(loss_BtN, *beside_Bt)[0]
 
     loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *beside), head.chunk)[1]
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, head_params, x_BTD, beside, targets_BTN, weights_BTN):
+def _forward(head, head_params, x_BTD, beside, targets_BTN, weights_BTN):
     largest, share_BTN = shares(weights_BTN)
 
     def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *beside_Bt):
         made_BtV, pull = jax.vjp(head.logits, head_params, x_BtD)
         logits_BtV, again_BtV = head.keep(made_BtV)
-        loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
+        loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, head.cap)
         loss_BtN, pull_mix = head.mix(loss_BtN, *beside_Bt)
         share_BtN, dbeside = pull_mix(share_BtN)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
-        new, dx_BtD = pull(dlogits(again_BtV, hits_BtV, scale_Bt, shift_Bt, cap))
+        new, dx_BtD = pull(dlogits(again_BtV, hits_BtV, scale_Bt, shift_Bt, head.cap))
         dhead = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new)
         return dhead, (loss_BtN, (dx_BtD, *dbeside))
 
@@ -176,7 +178,7 @@ def _forward(head, cap, head_params, x_BTD, beside, targets_BTN, weights_BTN):
     return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
 
 
-def _backward(head, cap, saved, cotangents):
+def _backward(head, saved, cotangents):
     return *rescale_gradients(saved, cotangents), None, None
 
 
