@@ -147,6 +147,11 @@ BEYOND = {
     "__import__('sys')": "uses __import__",
     "type('Two', (), {})": "uses type",
     "class Two: pass": "defines class Two",
+    "class Two(NamedTuple):\n  x: int = 1": "defines class Two",
+    "class Two(NamedTuple):\n  def __eq__(self, other): return True": "defines class Two",
+    "class Two(NamedTuple, metaclass=int):\n  x: int": "defines class Two",
+    "@print\nclass Two(NamedTuple):\n  x: int": "defines class Two",
+    "class Two(tuple):\n  x: int": "defines class Two",
     "def f(:": "is no Python",
 }
 
@@ -155,6 +160,12 @@ BEYOND = {
 def test_a_text_that_does_more_than_a_recipe(text):
     (what,) = beyond(text)
     assert BEYOND[text] in what
+
+
+def test_a_tuple_that_names_its_fields_is_none_of_them():
+    text = "class Two(NamedTuple):\n    'Two numbers.'\n    x: int\n    y: {}\n"
+    assert not list(beyond(text.format("float")))
+    assert list(beyond(text.format("open('learned')"))) == ["uses open in line 4"]
 
 
 def test_recipes_of_the_house_and_of_records_are_functions():

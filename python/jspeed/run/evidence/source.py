@@ -58,7 +58,7 @@ def found(node: ast.AST) -> str | None:
                 return f"imports {hidden}"
             inner = [f"{module}.{name}" for name in names_of if module == "jspeed"]
             return imports(inner or [module or "."])
-        case ast.ClassDef(name=name):
+        case ast.ClassDef(name=name) if not names_fields(node):
             return f"defines class {name}"
         case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()):
             return f"changes attribute {name}"
@@ -67,6 +67,18 @@ def found(node: ast.AST) -> str | None:
         case ast.Name(id=name) if name in FUNCTIONS or name.startswith("__"):
             return f"uses {name}"
     return None
+
+
+def names_fields(node: ast.ClassDef) -> bool:
+    """Return whether a class is a NamedTuple that names its fields, and nothing more: what stands
+    in it cannot run, but for the types' expressions, which are read like any other."""
+    fields = node.body if ast.get_docstring(node) is None else node.body[1:]
+    return (
+        [ast.unparse(base) for base in node.bases] == ["NamedTuple"]
+        and not node.keywords
+        and not node.decorator_list
+        and all(isinstance(field, ast.AnnAssign) and field.value is None for field in fields)
+    )
 
 
 def imports(names: Iterator[str] | list[str]) -> str | None:
