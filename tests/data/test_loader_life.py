@@ -47,7 +47,7 @@ def test_batches_stay_as_they_were_while_anyone_holds_them():
     del batch, tokens
     gc.collect()
     seen = {next(loader).tokens.ctypes.data for _ in range(100)}
-    assert len(seen) <= 6
+    assert len(seen) <= 8 * 2 + 2  # what is made ahead at most, one in use, one in the making
     assert np.array_equal(np.asarray(on_device), expected) and np.array_equal(view, expected[:, 1:])
 
 

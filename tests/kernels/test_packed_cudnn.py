@@ -224,8 +224,8 @@ def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, 
 
     def results(backend):
         ctx = Context(stage, True, attention=backend)
-        gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(
-            params, tokens
+        gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, (0, 0), 1 / tokens.size))(
+            params, tokens, {}
         )
         known = recipe if backend == "xla" else replace(recipe, eval_max_doc_len=stage.max_doc_len)
         ctx = replace(program.eval_context(known, device_of(mesh_of(1))), attention=backend)

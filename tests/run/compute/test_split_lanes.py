@@ -119,8 +119,8 @@ def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):
 
     def of(parts, head_chunk=None):
         now = dataclasses.replace(ctx, head_chunk=head_chunk)
-        run = jax.jit(partial(step.gradients, recipe, now, parts, 1 / tokens[:, 1:].size))
-        return run(params, jnp.asarray(tokens[:2]))
+        run = jax.jit(partial(step.gradients, recipe, now, parts, (0, 0), 1 / tokens[:, 1:].size))
+        return run(params, jnp.asarray(tokens[:2]), {})
 
     wanted, wanted_losses, _ = of(1)
     atol = 1e-5 if name == "r29" else 1e-4
@@ -139,8 +139,8 @@ def test_fp8_scales_are_those_of_lanes():
     ctx, params = Context(recipe.stages[0], training=True), first_parameters(recipe)
     largest = [
         np.stack(
-            jax.jit(partial(step.gradients, recipe, ctx, parts, 1e-3))(
-                params, jnp.asarray(tokens[:2])
+            jax.jit(partial(step.gradients, recipe, ctx, parts, (0, 0), 1e-3))(
+                params, jnp.asarray(tokens[:2]), {}
             )[0]["largest"]
         )
         for parts in (1, 8)
@@ -334,7 +334,9 @@ def test_recomputed_layers_have_the_same_gradients():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, stage.lane_len + 1)))
     ctx = Context(stage, training=True)
     (wanted, losses, _), (found, again, _) = (
-        jax.jit(partial(step.gradients, recipe, how, 1, 1 / tokens[:, 1:].size))(params, tokens)
+        jax.jit(partial(step.gradients, recipe, how, 1, (0, 0), 1 / tokens[:, 1:].size))(
+            params, tokens, {}
+        )
         for how in (ctx, dataclasses.replace(ctx, layer=jax.checkpoint))
     )
     np.testing.assert_allclose(again, losses, rtol=1e-6)

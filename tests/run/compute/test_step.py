@@ -258,7 +258,9 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     )
     tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
     ctx = Context(recipe.stages[0], training=True)
-    made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)
+    made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, (0, 0), 1.0, p, t, {}))(
+        params, tokens
+    )
     (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
     _, carried = scan_sizes(scan)
     sums, (losses,) = scan.outvars[:carried], scan.outvars[carried:]
