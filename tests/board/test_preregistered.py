@@ -251,7 +251,7 @@ def test_a_race_warns_of_other_programs(trainer, monkeypatch, capfd, load, told)
     monkeypatch.setattr(preregistered, "cores", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     preregistered.race("shakespeare-char", "stdlib", 1, trainer / "r", None, [])
-    assert ("kept 1.4 of 2 cores busy" in capfd.readouterr().err) is told
+    assert ("1.4 of 2 cores were busy" in capfd.readouterr().err) is told
 
 
 @pytest.mark.parametrize(

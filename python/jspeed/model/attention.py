@@ -164,10 +164,8 @@ def attention(
         path = _unrolled if short else _looped
         windows = {"window": window, "gradient_window": gradient_window}
         return _over_heads(partial(path, scale=scale, **windows), q_BTHK, k_BTHK, v_BTHK, ids_BT)
-    told = {} if gradient_window is None else {"gradient_window": gradient_window}
-    return _by_kernel(
-        backend, q_BTHK, k_BTHK, v_BTHK, scale, documents, window, marked, tagged, told
-    )
+    both = window, gradient_window
+    return _by_kernel(backend, q_BTHK, k_BTHK, v_BTHK, scale, documents, *both, marked, tagged)
 
 
 def _check_asked(backend: str, window: int | None) -> None:
@@ -191,11 +189,11 @@ def _by_kernel(
     scale: float,
     documents: Documents | None,
     window: int | None,
+    gradient_window: int | None,
     marked: bool,
     tagged: bool,
-    told: dict[str, int],
 ) -> jax.Array:
-    """:func:`attention` by a kernel, which is ``told`` what it takes of this and of documents."""
+    """:func:`attention` by a kernel, which is told what it takes of documents and windows."""
     if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
     kernel = backends()[backend]
@@ -204,9 +202,12 @@ def _by_kernel(
             f"attention backend '{backend}' reads where documents start; give find_documents a"
             " max_docs, or choose backend 'xla'"
         )
+    known: dict[str, int] = {}
     if documents is not None and documents.longest:
-        told["longest"] = documents.longest
-    told = {name: number for name, number in told.items() if name in kernel.takes}
+        known["longest"] = documents.longest
+    if gradient_window is not None:
+        known["gradient_window"] = gradient_window
+    told = {name: number for name, number in known.items() if name in kernel.takes}
     if tagged := tagged and "tagged" in kernel.takes:
         _require_apart(scale, v_BTHK.shape[-1] // 2)
         told.pop("longest", None)

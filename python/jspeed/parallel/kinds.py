@@ -206,6 +206,7 @@ class OnHost:
     carried = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        getattr(Rows, name)  # which all methods have: others are mistakes
         return lambda *args: None
 
 

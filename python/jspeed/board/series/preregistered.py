@@ -125,8 +125,8 @@ def race(
     load, have = os.getloadavg()[0], cores()
     if load > have / 2:
         say(
-            f"note: other programs kept {load:.1f} of {have} cores busy in the last minute: times"
-            " will scatter; race on a quiet machine, or give more --rounds"
+            f"note: {load:.1f} of {have} cores were busy in the last minute: times will scatter"
+            " where other programs go on; race on a quiet machine, or give more --rounds"
         )
     made = make_runs(folder, "race", steps, runs, flags)
     turns = zip(*[iter(made)] * ROUND, strict=True)
