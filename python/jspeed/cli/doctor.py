@@ -1,5 +1,5 @@
-"""``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this
-machine."""
+"""``jspeed doctor``: host, devices, attention and FP8 kernels, caches, data, extras and launcher of
+this machine."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from jspeed.base.cores import cores
 from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.base.numbers import size
 from jspeed.base.standard_streams import without_logs
-from jspeed.cli import repository
+from jspeed.cli import host, repository
 from jspeed.cli.flags import Command
 from jspeed.cli.satellites import rank_of
 from jspeed.data.manifest import complete_manifest
@@ -45,7 +45,7 @@ LABEL = 12  # columns
 
 
 def doctor(json_: bool = False) -> None:
-    """Report what this machine can do: devices, kernels, caches, prepared data, extras, launcher.
+    """Report what this machine can do: host, devices, kernels, caches, data, extras, launcher.
 
     Exit code: 0, whatever is found.
 
@@ -75,6 +75,7 @@ def collect() -> dict[str, Any]:
             "memory": memory,
             "available_memory": available_memory(),
             "system": f"{platform.system()} {platform.machine()}",
+            **host.facts(),
         },
         **devices,
         **cache_and_data(),
@@ -273,6 +274,7 @@ def rows_of_machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Python", f"{report['python']} ({report['executable']})"),
         ("packages", ", ".join(packages)),
         ("machine", f"{machine['system']}, {machine['cores']} cores, {memory}"),
+        *host.rows(machine),
     ]
 
 
