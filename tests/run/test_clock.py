@@ -1,5 +1,8 @@
 """Clock: the ledger adds up to the wall time; only named pauses are untimed."""
 
+import os
+import shutil
+import subprocess
 import time
 
 import jax.numpy as jnp
@@ -33,6 +36,13 @@ def test_ledger_adds_up_and_pauses_are_named():
         clock.wall_seconds, abs=5e-3
     )
     assert clock.seconds("evaluation") >= 0.02 and clock.wall_seconds > before
+
+
+@pytest.mark.skipif(not shutil.which("ps"), reason="there is no ps")
+def test_wall_seconds_count_from_the_command():
+    """Imports too: the process's age by somebody else's account, whole seconds."""
+    age = subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getpid())], text=True)
+    assert Clock().wall_seconds == pytest.approx(int(age), abs=2)
 
 
 def test_a_section_ends_when_its_body_fails():

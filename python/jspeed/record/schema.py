@@ -230,7 +230,7 @@ class Unsealed(Identity):
     val_loss: LossOrNull  # null when not finite
     timed_seconds: Seconds  # on the training clock
     compile_seconds: Seconds  # beside the clock
-    wall_seconds: Seconds  # from start to end, everything included
+    wall_seconds: Seconds  # from the command to the seal, imports included
     started: Moment
     steps: Whole  # optimizer steps made
     planned_steps: Whole  # of the recipe's whole schedule

@@ -93,6 +93,7 @@ def finish(
             write()
         except BadInput as error:
             failed.append(str(error))
+    run["wall_seconds"] = clock.wall_seconds  # as printed: with what was written since the seal
     for line in output.closing(run, setup.run_dir, unit, hooks.remarks(run)):
         console.print(line, soft_wrap=True)
     if tensors and export.large_tables(setup.recipe):
