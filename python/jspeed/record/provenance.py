@@ -242,9 +242,8 @@ def _number(text: str) -> float | str | None:
 def environment() -> str:
     """SHA-256 over the sorted names and versions of all installed packages, one ``name==version`` a
     line."""
-    listed = {
-        f"{found.name}=={found.version}".lower() for found in importlib.metadata.distributions()
-    }
+    about = (found.metadata for found in importlib.metadata.distributions())
+    listed = {f"{each['Name']}=={each['Version']}".lower() for each in about}
     return hashlib.sha256("\n".join(sorted(listed)).encode()).hexdigest()
 
 
