@@ -1,11 +1,27 @@
-"""A program that lies in the compile cache under another one's key."""
+"""A program that lies in the compile cache, or among saved ones, under another one's key."""
+
+import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jspeed.base.compile_cache import folder, use_compile_cache
-from jspeed.base.jax_versions import ask_again_for_compile_cache
+from jspeed.base.files import PROGRAMS, cache_folder
+from jspeed.base.jax_versions import ask_again_for_compile_cache, machine_code
+from jspeed.inference.audit import audit
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute import saved
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.division import place
+from jspeed.run.compute.program import compile_evaluation
+from jspeed.run.compute.score import losses
+from jspeed.run.find_recipe import find
+from jspeed.run.options import Options
+from jspeed.run.train import train
+
+from .attack import PARENT
 
 
 @pytest.fixture
@@ -53,3 +69,34 @@ def test_a_planned_run_takes_no_program_from_the_cache(cache):
     kept = set(folder().iterdir())
     assert evaluation(1.0) == 4 and evaluation(0.5) == 2
     assert set(folder().iterdir()) == kept
+
+
+def test_a_saved_evaluation_of_another_program(data, tmp_path, monkeypatch):
+    """Whoever can write the cache folder makes a run say a false loss; its programs' hash and an
+    audit tell. A planned run loads none."""
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(PARENT)
+
+    def run(name):
+        train(Options(str(recipe), data=data, run_dir=tmp_path / name, progress=False), saves=True)
+        return json.loads((tmp_path / name / "run.json").read_text())
+
+    honest = run("honest")
+    (listed,) = (cache_folder() / PROGRAMS).glob("parent-*")
+    kept = saved.read(listed)
+    mesh, loaded = make_mesh({"data": 1}, jax.devices()[:1]), find(str(recipe))
+    placement = place(loaded.recipe, mesh, "zero1", device_of(mesh, recipe=loaded.recipe))
+    rows, at_once = kept["facts"]["eval_rows"], kept["facts"]["micro_tokens"]
+    padded, false = compile_evaluation(
+        loaded.recipe, placement, at_once, rows, measure=lambda *args: 0.3 * losses(*args)
+    )
+    assert padded == rows
+    saved.save(listed.with_name(kept["others"][1]), partial(machine_code, false))
+    forged = run("forged")
+    assert forged["programs"]["loaded"] and not honest["programs"]["loaded"]
+    assert forged["val_loss"] < 0.4 * honest["val_loss"] and forged["reached"]  # the attack is one
+    texts = [each["programs"]["sha256"]["evaluation"] for each in (honest, forged)]
+    assert texts[0] != texts[1]
+    found, _ = audit(tmp_path / "forged", None, data, trust=True)[:2]
+    assert "validation loss" in {what for what, _, right in found if not right}
