@@ -81,9 +81,7 @@ def variables(*path: Path) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS")
     }
-    own = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    own = dict(
+        JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(map(str, path)), PYTHONDONTWRITEBYTECODE="1"
+    )
     return kept | own

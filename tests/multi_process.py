@@ -13,16 +13,9 @@ import pytest
 from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
-TOY = [
-    "WIDTH=32",
-    "LAYERS=2",
-    "HEADS=2",
-    "MLP_WIDTH=64",
-    "LANES=8",
-    "LANE_LEN=32",
-    "EVAL_LEN=32",
-    "EVAL_TOKENS=256",
-]
+TOY = (
+    "WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 LANE_LEN=32 EVAL_LEN=32 EVAL_TOKENS=256".split()
+)
 TOLD = ("JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
 QUICK = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # those of tests/conftest.py
 # For JAX 0.10's older emitter of fusions, in QUICK, the same program need not give the same bits
@@ -67,12 +60,9 @@ def places(count: int, **more: object) -> list[dict[str, str]]:
     """The environments of ``count`` processes, as torchrun would set them."""
     from jspeed.cluster.rendezvous import free_port
 
-    shared = {
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
+    shared = dict(
+        WORLD_SIZE=count, LOCAL_WORLD_SIZE=count, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port()
+    )
     return [environment(RANK=index, LOCAL_RANK=index, **shared, **more) for index in range(count)]
 
 

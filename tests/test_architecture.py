@@ -16,11 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 FLOORS: list[dict[str, set[str]]] = [
     {"_dataloader": set(), "model": set(), "recipes": set()},
     {"recipe": {"model"}},
-    {
-        "data": {"_dataloader"},
-        "parallel": {"model", "recipe"},
-        "record": {"recipe"},
-    },
+    {"data": {"_dataloader"}, "parallel": {"model", "recipe"}, "record": {"recipe"}},
     {"optim": {"model", "parallel", "recipe"}},
     {"run": {"data", "model", "optim", "parallel", "recipe", "recipes", "record"}},
     {"cli": {"_dataloader", "data", "parallel", "recipe", "recipes", "record", "run"}},
@@ -168,12 +164,7 @@ def test_only_the_clock_reads_time(path: Path):
 
 MOVING = {  # API that JAX or Orbax may change in any release: where it is used
     "jax._src": {"base/jax_versions.py", "cli/main.py"},  # the latter names a logger
-    "jax.experimental": {
-        "base/jax_versions.py",
-        "kernels/",
-        "plan/target.py",
-        "run/export.py",
-    },
+    "jax.experimental": {"base/jax_versions.py", "kernels/", "plan/target.py", "run/export.py"},
     "jax.extend": {
         "base/jax_versions.py",
         "kernels/",
@@ -198,13 +189,7 @@ def test_api_that_moves_has_one_place(api: str):
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "jspeed",
-        "jspeed.data",
-        "jspeed.corpus.tokenise",
-        "jspeed.cluster.launch",
-        "jspeed.board.judge",
-    ],
+    "jspeed jspeed.data jspeed.corpus.tokenise jspeed.cluster.launch jspeed.board.judge".split(),
 )
 def test_loads_without_jax(module: str):
     code = f"import {module}, sys; sys.exit('jax' in sys.modules)"

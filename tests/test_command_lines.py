@@ -120,10 +120,8 @@ def test_sample_refuses_before_it_loads(tmp_path, words, arguments):
 def test_plan_asks_for_the_folder_of_its_files_first(tmp_path):
     for flag in ("--json", "--svg", "--html"):
         done = call(tmp_path, "plan.py", "stdlib", flag, "no/file")
-        assert (
-            done.code == 2
-            and done.err == f"error: {flag} no/file: there is no folder no; make it first\n"
-        )
+        assert done.code == 2
+        assert done.err == f"error: {flag} no/file: there is no folder no; make it first\n"
 
 
 def test_plan_refuses_what_a_recipe_says(tmp_path):
@@ -137,11 +135,8 @@ def test_help(tmp_path):
     evaluate = call(tmp_path, "evaluate.py", "--help")
     assert evaluate.code == 0 and "hellaswag_val.jsonl, or download" in evaluate.out
     launch = call(tmp_path, "launch.py", "--help")
-    assert (
-        launch.code == 0
-        and "--standalone, --no-standalone" in launch.out
-        and "--node-rank R " in launch.out
-    )
+    assert launch.code == 0 and "--standalone, --no-standalone" in launch.out
+    assert "--node-rank R " in launch.out
 
 
 def test_a_recipe_is_printed_to_be_copied(tmp_path):
@@ -166,10 +161,8 @@ def test_the_meshes_of_the_quick_start_fit_its_recipe():
     found = find("stdlib")
     for arguments in lines:
         axes = parse_mesh(arguments[arguments.index("--mesh") + 1])
-        assert (
-            found.recipe.lanes % axes["data"] == 0
-            and found.fields["HEADS"] % axes.get("model", 1) == 0
-        )
+        assert found.recipe.lanes % axes["data"] == 0
+        assert found.fields["HEADS"] % axes.get("model", 1) == 0
 
 
 def test_a_long_prompt_in_utf_8_is_called_long(tmp_path):

@@ -139,7 +139,7 @@ def long_sentences_of_docstrings() -> list[tuple[int, str, str]]:
     return sorted(found, reverse=True)
 
 
-def test_few_sentences_of_docstrings_have_more_than_twenty_five_words():
+def test_few_sentences_of_docstrings_have_more_than_25_words():
     """The limit is what was there, and only falls; none has more than 30."""
     long = long_sentences_of_docstrings()
     assert not long or long[0][0] <= 30, long[0]
@@ -147,7 +147,7 @@ def test_few_sentences_of_docstrings_have_more_than_twenty_five_words():
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("python/jspeed/*")), ids=lambda page: page.name)
-def test_no_sentence_of_a_comment_has_more_than_twenty_five_words(page):
+def test_no_sentence_of_a_comment_has_more_than_25_words(page):
     """Of lines that are nothing but a comment; those that follow each other are one text."""
     for path in [page] if page.suffix == ".py" else page.rglob("*.py"):
         for block in re.findall(r"(?:^ *# .*\n)+", path.read_text(), re.M):
@@ -226,7 +226,6 @@ def test_words_that_had_to_be_guessed():
 
 def test_names_that_are_not_there_are_noticed():
     """The first is what benchmarks/gpu.md once named: its formula had moved to another module."""
-    assert not exists("jspeed.recipe.flops_per_token") and exists(
-        "jspeed.record.sizes.flops_per_token"
-    )
+    assert not exists("jspeed.recipe.flops_per_token")
+    assert exists("jspeed.record.sizes.flops_per_token")
     assert exists("jspeed.model") and exists("jspeed.data.shard") and not exists("jspeed.models")

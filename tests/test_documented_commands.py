@@ -207,10 +207,9 @@ class Reader:
                 asked = set(re.sub(r"^(\.|jspeed)\[|\]$", "", word).split(","))
                 assert asked <= PROJECT["optional-dependencies"].keys(), f"{asked}: no such extra"
             elif not word.startswith("-"):
-                assert Requirement(word).name in (
-                    "maturin",
-                    "libtpu",
-                ), f"{word}: which page says why?"
+                assert Requirement(word).name in ("maturin", "libtpu"), (
+                    f"{word}: which page says why?"
+                )
 
     def paths(self, text: str) -> None:
         """Paths of the repository's own folders that a command names."""

@@ -80,11 +80,7 @@ def test_two_processes_are_one_of_eight_devices(tmp_path):
     )
     assert f"```python\n{program.read_text()}```" in page
     launch = [
-        "-m",
-        "jspeed",
-        "launch",
-        "--standalone",
-        "--nproc-per-node",
+        *"-m jspeed launch --standalone --nproc-per-node".split(),
         2,
         "--results",
         "results.json",
@@ -94,16 +90,11 @@ def test_two_processes_are_one_of_eight_devices(tmp_path):
     assert two.returncode == 0 and not two.stderr, two.stderr
     *steps, zero, one = two.stdout.splitlines()
     assert len(steps) == 4 and "\n".join(f"    {line}" for line in steps) in page
-    assert (
-        zero.startswith("process 0: {'rows': 32, 'devices': 1, 'loss': 0.0005")
-        and one == f"process 1{zero[9:]}"
-    )
+    assert zero.startswith("process 0: {'rows': 32, 'devices': 1, 'loss': 0.0005")
+    assert one == f"process 1{zero[9:]}"
     first, second = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        (first.pop("rank"), second.pop("rank")) == (0, 1)
-        and first == second
-        and first["exit_code"] == 0
-    )
+    assert (first.pop("rank"), second.pop("rank")) == (0, 1) and first == second
+    assert first["exit_code"] == 0
     alone = run(tmp_path, program, JAX_NUM_CPU_DEVICES="8")
     assert alone.returncode == 0 and alone.stdout.splitlines()[:4] == steps, alone.stderr
     assert alone.stdout.splitlines()[4].startswith(
@@ -178,10 +169,8 @@ def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
     assert "│ 0,4 │ 1,5 │ 2,6 │ 3,7 │" in lines  # the sums of columns
     # the turned mesh
     assert "│ 0 │ 2 │ 4 │ 6 │" in lines and after("the same array:") == "True"
-    assert (
-        after("int32[4@X,8@Y]") == "summed over rows: int32[8@Y]"
-        and "float32[32@X] float32[32@X,4]" in done.stdout
-    )
+    assert after("int32[4@X,8@Y]") == "summed over rows: int32[8@Y]"
+    assert "float32[32@X] float32[32@X,4]" in done.stdout
     for mode in ("automatic  [", "explicit   [", "manual     ["):
         values = [float(word) for word in after(mode).removesuffix("]").split()]
         assert values == pytest.approx([0.01422223, 0.9701333, 0.00124826, 0.08572862], abs=1e-6)
@@ -197,10 +186,8 @@ def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
         float(line.split(" times")[0].split()[-1]) for line in lines if "times the FLOPs, " in line
     ]
     assert factors == pytest.approx([1, 4, 2, 8, 1], abs=0.05)
-    assert (
-        after("the same numbers:") == "True"
-        and "note: fsdp: w is sharded over the batch axis 'data'" in done.stdout
-    )
+    assert after("the same numbers:") == "True"
+    assert "note: fsdp: w is sharded over the batch axis 'data'" in done.stdout
     for mode in ("automatic  start", "manual     start", "explicit   start"):
         # One that trains nothing stays at 0.2495842, the loss after one step.
         start, one, hundred = (float(part.split()[-1]) for part in after(mode).split(","))
@@ -256,9 +243,8 @@ def test_notebook_installs_what_the_machine_needs(
     monkeypatch.chdir(EXAMPLES if not source else tmp_path)
     exec(compile(cell, "cell", "exec"), {})
     *before, pip = commands
-    assert len(commands) == len(wanted) and all(
-        words in line for words, line in zip(wanted, before, strict=False)
-    )
+    assert len(commands) == len(wanted)
+    assert all(words in line for words, line in zip(wanted, before, strict=False))
     assert pip == [sys.executable, "-m", "pip", "install", "-q", wanted[-1]]
     assert (".cargo/bin" in os.environ["PATH"].split(os.pathsep)[0]) >= bool(before)
     monkeypatch.setenv("JSPEED_SOURCE", "")
@@ -299,12 +285,7 @@ def test_notebook_from_top_to_bottom(tmp_path):
     loss = done.stdout.partition("loss over the last 50 steps: ")[2]
     assert float(loss.split()[0]) < 2.5
     assert done.stdout.count("temperature ") == 3 and "#" in done.stdout
-    assert (
-        "jspeed is installed; this machine has a " in done.stdout
-        and "attention: xla (the only" in done.stdout
-    )
-    assert (
-        "skipped: it is for a GPU or a TPU, and this is a cpu. It has been run on neither."
-        in done.stdout
-    )
+    assert "jspeed is installed; this machine has a " in done.stdout
+    assert "attention: xla (the only" in done.stdout
+    assert "skipped: it is for a GPU or a TPU, and this is a cpu" in done.stdout
     assert done.stdout.endswith("float32\n")

@@ -85,12 +85,7 @@ class File(TypedDict):
 
 
 def test_json_is_checked_against_a_typed_dict():
-    good = {
-        "lines": [{"seconds": 1, "timed": None}],
-        "sizes": {"data": 1},
-        "line": None,
-        "newer": object(),
-    }
+    good = dict(lines=[{"seconds": 1, "timed": None}], sizes={"data": 1}, line=None, newer=object())
     check_json(good, File)
     seconds = "a finite number of 0 or more (seconds)"
     for change, sentence in (
@@ -106,16 +101,11 @@ def test_json_is_checked_against_a_typed_dict():
             {"sizes": {"data": 0}},
             "field 'sizes.data': expected a whole number from 1 to 2147483647, found 0 (int)",
         ),
-        (
-            {"line": {"seconds": "x"}},
-            f"field 'line.seconds': expected {seconds}, found 'x' (str)",
-        ),
+        ({"line": {"seconds": "x"}}, f"field 'line.seconds': expected {seconds}, found 'x' (str)"),
         ({"line": 3}, "field 'line': expected an object or null, found 3 (int)"),
     ):
         with pytest.raises(BadInput) as caught:
             check_json(good | change, File)
         assert str(caught.value) == sentence
-    with pytest.raises(
-        BadInput, match=r"^expected an object with the fields of a file, found \[\] \(list\)$"
-    ):
+    with pytest.raises(BadInput, match=r"^expected an object .* found \[\] \(list\)$"):
         check_json([], File)

@@ -31,9 +31,7 @@ def no_room():
 def test_a_whole_file_that_does_not_fit_leaves_the_old_one(tmp_path, no_room):
     path = tmp_path / "run.json"
     write_whole(path, "old")
-    assert "run.json cannot be written (File too large); make room" in said(
-        lambda: write_whole(path, "x" * 101)
-    )
+    assert "run.json cannot be written" in said(lambda: write_whole(path, "x" * 101))
     assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
 
 
@@ -62,13 +60,9 @@ def test_a_pipe_is_no_file_of_lines(tmp_path):
     """Opened to write, one that nobody reads is waited for; to one that somebody reads the lines
     would be lost."""
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert "metrics.jsonl cannot be written (No such device" in said(
-        lambda: Lines(tmp_path / "metrics.jsonl")
-    )
+    assert "metrics.jsonl cannot be written" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
     reader = os.open(tmp_path / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
-    assert "metrics.jsonl cannot be written (not a regular file" in said(
-        lambda: Lines(tmp_path / "metrics.jsonl")
-    )
+    assert "metrics.jsonl cannot be written" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
     os.close(reader)
 
 
@@ -146,9 +140,7 @@ def test_what_needs_no_cache_folder_does_without(tmp_path, monkeypatch, capsys):
     )
     assert f"jspeed run microgpt-names --data {tmp_path}/out" in capsys.readouterr().out
     for words in (["prepare", "names"], ["run", "stdlib"], ["run", "r29"]):
-        assert "set JSPEED_CACHE to a folder you can write to" in said(
-            lambda words=words: main.call(words)
-        )
+        assert "set JSPEED_CACHE to a folder you can" in said(lambda words=words: main.call(words))
     capsys.readouterr()
     main.call(["doctor"])
     assert "is missing and cannot be made in" in " ".join(capsys.readouterr().out.split())

@@ -56,7 +56,7 @@ def test_a_result_is_found_out_once(gpu_day, monkeypatch, tmp_path, capsys):
     assert '"ms": 3' in capsys.readouterr().out
 
 
-def test_what_ends_its_process_twice_is_left_and_the_rest_goes_on(gpu_day, monkeypatch, tmp_path):
+def test_what_ends_its_process_twice_is_left_out(gpu_day, monkeypatch, tmp_path):
     def lines_of(task, names, until):
         for name in names:
             yield json.dumps({"name": name, "begins": True})
@@ -247,9 +247,8 @@ ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
 def test_every_task_of_the_first_quarter_has_results_of_its_own(gpu_day, tmp_path):
     tasks = [task for part in gpu_day.gpu_tasks.PARTS.values() for task in part(tmp_path)]
     names = [name for task in tasks for name in task.names]
-    assert len(names) == len(set(names)) and all(
-        task.kind in gpu_day.gpu_tasks.KINDS for task in tasks
-    )
+    assert len(names) == len(set(names))
+    assert all(task.kind in gpu_day.gpu_tasks.KINDS for task in tasks)
 
 
 @pytest.fixture

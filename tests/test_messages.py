@@ -116,7 +116,7 @@ def test_every_message_says_what_to_do():
     assert [message for message in MESSAGES if not has_remedy(message)] == []
 
 
-def test_no_sentence_of_a_message_has_more_than_twenty_five_words():
+def test_no_sentence_of_a_message_has_more_than_25_words():
     counted = [(message, each) for message in MESSAGES for each in sentences(message.text)]
     assert [(message, each) for message, each in counted if len(each.split()) > 25] == []
 

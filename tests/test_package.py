@@ -36,17 +36,7 @@ def run(*words: object, **settings) -> subprocess.CompletedProcess[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     out = tmp_path_factory.mktemp("dist")
-    run(
-        sys.executable,
-        "-m",
-        "maturin",
-        "build",
-        "--release",
-        "--quiet",
-        "--out",
-        out,
-        cwd=REPOSITORY,
-    )
+    run(sys.executable, *"-m maturin build --release --quiet --out".split(), out, cwd=REPOSITORY)
     (built,) = out.glob("*.whl")
     return built
 
@@ -112,16 +102,7 @@ def test_the_scenes_of_the_readme(jspeed):
     letters = random.Random(1).choices("etaoinshrdlu \n", k=20_000)
     (here / "text.txt").write_text("".join(letters))
     jspeed("prepare", "text", "text.txt", "--tokenizer", "bytes", "--out", "shards")
-    toy = [
-        "--set",
-        "WIDTH=32",
-        "LAYERS=2",
-        "HEADS=2",
-        "MLP_WIDTH=64",
-        "LANES=8",
-        "LANE_LEN=16",
-        "STEPS=4",
-    ]
+    toy = "--set WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 LANE_LEN=16 STEPS=4".split()
     toy += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
     trained = ("--data", "shards", "--target-loss", 9, *toy)
     done = jspeed("run", "stdlib", *trained[:2], "--run-dir", "mine", *trained[2:])
@@ -141,11 +122,7 @@ def test_the_scenes_of_the_readme(jspeed):
     )
     flags = "--data shards --no-sample --target-loss 9"
     done = jspeed(
-        "leaderboard",
-        "race",
-        "small.py",
-        "mine.py",
-        "--rounds",
+        *"leaderboard race small.py mine.py --rounds".split(),
         1,
         "--run-dir",
         "race",
@@ -166,11 +143,7 @@ def test_the_scenes_of_the_readme(jspeed):
     assert " <= 9.0 in " in jspeed(*launched, "--run-dir", "launched").stdout
 
     planned = (
-        "run",
-        "mine.py",
-        "--plan",
-        "n=2,seeds=1..2",
-        "--no-sample",
+        *"run mine.py --plan n=2,seeds=1..2 --no-sample".split(),
         *trained[:4],
         "--run-dir",
         "planned",

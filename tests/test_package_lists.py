@@ -146,9 +146,8 @@ def test_a_list_without_a_package_is_not_enough(tmp_path):
         "import numpy; import safetensors.numpy",
     ]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.endswith(
-        "ModuleNotFoundError: No module named 'safetensors'\n"
-    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'safetensors'\n")
 
 
 def test_every_package_that_is_imported_is_declared():

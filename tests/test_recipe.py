@@ -59,10 +59,9 @@ def test_total_and_active_parameters_by_hand():
     counts = lambda name, *more: count_parameters(
         sizes.parameter_table(find(name, [*small, *more]).recipe)
     )
-    assert counts("stdlib") == (
-        blocks + 2 * 272 * 64,
-        blocks + 64 + 272 * 64,
-    ), "a row of the embedding, all of the head"
+    assert counts("stdlib") == (blocks + 2 * 272 * 64, blocks + 64 + 272 * 64), (
+        "a row of the embedding, all of the head"
+    )
     total, active = counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3)")
     assert (total, active) == (blocks + 2 * 272 * 64 + 512 * 64, blocks + 64 + 272 * 64 + 2 * 64)
     assert counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3,4)") == (total, active + 64)
@@ -78,7 +77,7 @@ def test_every_recipe_reads_its_tables_and_counts_what_it_stores(recipe):
             )
 
 
-def test_a_table_that_is_cast_before_its_rows_are_fetched_is_known_by_its_shape():
+def test_a_cast_table_is_known_by_its_shape():
     found = find("shakespeare-char", TOYS["shakespeare-char"]).recipe
     cast = lambda p, t, ctx: found.forward(p | {"ngrams": p["ngrams"].astype(jnp.bfloat16)}, t, ctx)
     assert sizes.parameter_table(dataclasses.replace(found, forward=cast)) == sizes.parameter_table(
@@ -164,9 +163,9 @@ def test_reading_a_recipe_starts_no_backend():
 @pytest.mark.parametrize(("name", "other"), ALIKE.items())
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
-    begin, end, their_end = {
-        "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
-    }.get(name, ("def hidden(", "def falling(", "def falling("))
+    begin, end, their_end = {"gpt2": ("def hidden(", "def optimizer(", "def schedule(")}.get(
+        name, ("def hidden(", "def falling(", "def falling(")
+    )
     ours = ours[ours.index(begin) : ours.index(end)]
     theirs = theirs[theirs.index(begin) : theirs.index(their_end)]
     # one of them is as wide as when its runs were recorded
@@ -392,10 +391,7 @@ def test_flops_of_stages_are_summed():
         ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
         ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),
         ({"stages": (r.Stage(steps=0, lane_len=128),)}, r"stages\[0\].steps is 0"),
-        (
-            {"eval_len": 512, "eval_tokens": 100},
-            "eval_tokens is 100, less than one row of eval_len=512",
-        ),
+        ({"eval_len": 512, "eval_tokens": 100}, "eval_tokens is 100"),
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),
@@ -403,10 +399,7 @@ def test_flops_of_stages_are_summed():
             {"stages": (r.Stage(steps=1, lane_len=128, windows=(9, 129, 9, 9)),)},
             "window of 129 tokens but a lane has 128",
         ),
-        (
-            {"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)},
-            "cuts documents at 200 tokens but a lane",
-        ),
+        ({"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)}, "cuts documents at 200"),
         (
             {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
             "names 1 axes",
@@ -414,14 +407,8 @@ def test_flops_of_stages_are_summed():
         ({"eval_windows": (3,)}, "eval_windows lists 1 attention windows for 4 layers"),
         ({"data": r.Data("x", 257, 4000)}, "data.bos_id is 4000, but ids are below vocab_size=257"),
         ({"parameters": {"w": spec((2, 2), ("model", "model"))}}, "names 1 axes"),
-        (
-            {"parameters": {"w": spec((2,), ("model",), compute="bf16")}},
-            "parameter w has compute dtype 'bf16'",
-        ),
-        (
-            {"parameters": {"w": spec((2,), ("model",), dtype="int32")}},
-            "parameter w has dtype 'int32'; expected a dtype",
-        ),
+        ({"parameters": {"w": spec((2,), ("model",), compute="bf16")}}, "parameter w has compute"),
+        ({"parameters": {"w": spec((2,), ("model",), dtype="int32")}}, "parameter w has dtype"),
         *(
             (
                 {"parameters": {"w": spec((rows, 2), ("layer", "model"), padding=padding)}},

@@ -21,16 +21,9 @@ from .multi_process import QUICK, SAME_BITS, words
 from .toys import TOYS
 
 REPOSITORY = Path(__file__).parents[1]
-TOY = [
-    "WIDTH=32",
-    "LAYERS=2",
-    "HEADS=2",
-    "MLP_WIDTH=64",
-    "LANES=8",
-    "LANE_LEN=32",
-    "EVAL_LEN=32",
-    "EVAL_TOKENS=256",
-]
+TOY = (
+    "WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 LANE_LEN=32 EVAL_LEN=32 EVAL_TOKENS=256".split()
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,18 +36,11 @@ def speedrun(cache: Path, tmp_path: Path):
     def call(*arguments: str, script: str = "speedrun.py", **options):
         command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
         environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-        environment |= options.pop("compiled", QUICK) | {
-            "JSPEED_CACHE": str(cache),
-            "JAX_PLATFORMS": "cpu",
-            "COLUMNS": "200",
-        }
+        environment |= options.pop("compiled", QUICK) | dict(
+            JSPEED_CACHE=str(cache), JAX_PLATFORMS="cpu", COLUMNS="200"
+        )
         start = options.pop("start", False)
-        settings = {
-            "cwd": tmp_path,
-            "env": environment,
-            "text": True,
-            "stdout": subprocess.PIPE,
-        } | options
+        settings = dict(cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE) | options
         if start:
             return subprocess.Popen(command, stderr=subprocess.PIPE, **settings)
         return subprocess.run(command, stderr=subprocess.PIPE, timeout=900, **settings)
@@ -160,11 +146,7 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
     sets = [
         *TOYS["jspeed3"],
-        "RETRIEVAL=(2,4)",
-        "FP8=on",
-        "STEPS=(8,16)",
-        "COMPUTE=bfloat16",
-        "EVAL_EVERY=12",
+        *"RETRIEVAL=(2,4) FP8=on STEPS=(8,16) COMPUTE=bfloat16 EVAL_EVERY=12".split(),
     ]
     flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
     done = speedrun("jspeed3", "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
@@ -219,9 +201,7 @@ def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(
-    speedrun, shards, tmp_path
-):
+def test_a_missed_target_exits_1_and_a_run_cut_short_0(speedrun, shards, tmp_path):
     missed = speedrun(
         "--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2")
     )
@@ -279,12 +259,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
         *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"),
     )
     run = read(tmp_path / "r")
-    assert (
-        done.returncode == 1
-        and run["status"] == "diverged"
-        and run["val_loss"] is None
-        and run["steps"] < 50
-    )
+    assert done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None
+    assert run["steps"] < 50
 
 
 @pytest.fixture

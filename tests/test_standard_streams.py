@@ -67,9 +67,8 @@ def test_a_closed_pipe_ends_printing_and_not_the_work(tmp_path, unread, code, un
     )
     assert done.returncode == code and (tmp_path / "done").exists()
     done = run(tmp_path, code, stdout=unread)
-    assert (
-        done.returncode == code and b"Traceback" not in done.stderr and b"rror" not in done.stderr
-    )
+    assert done.returncode == code and b"Traceback" not in done.stderr
+    assert b"rror" not in done.stderr
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 2), (1, 1)])
@@ -86,10 +85,8 @@ def test_closed_streams(tmp_path):
     run(tmp_path)
     (tmp_path / "done").unlink()
     words = ["sh", "-c", f"{sys.executable} works.py >&- 2>&-"]
-    assert (
-        subprocess.run(words, cwd=tmp_path, timeout=60).returncode == 0
-        and (tmp_path / "done").exists()
-    )
+    assert subprocess.run(words, cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "done").exists()
 
 
 def test_control_characters_are_escaped():
@@ -180,7 +177,7 @@ os.write(2, b"I0000 00:00:1.5   1 later.cc:1] after it\\n")
         ("raise SystemExit(3)", "", ["absl", "drivers", "careful", "failed", "Python"]),
     ],
 )
-def test_logs_of_libraries_are_hidden_for_as_long_as_nothing_fails(tmp_path, last, debug, shown):
+def test_logs_of_libraries_are_hidden_until_something_fails(tmp_path, last, debug, shown):
     (tmp_path / "script.py").write_text(LOGGED.format(last=last), encoding="utf-8")
     environment = os.environ | {"JSPEED_DEBUG": debug}
     done = subprocess.run(

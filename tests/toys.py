@@ -14,12 +14,7 @@ GPT2 = ["VOCAB=272", "BOS=5"]
 LARGE = [*TINY, *GPT2, "COMPUTE=float32"]
 DEEP = [
     *LARGE,
-    "LAYERS=4",
-    "LANE_LEN=32",
-    "EVAL_LEN=32",
-    "EVAL_TOKENS=320",
-    "MAX_DOCS=33",
-    "MOMENTUM_WARMUP=6",
+    *("LAYERS=4 LANE_LEN=32 EVAL_LEN=32 EVAL_TOKENS=320 MAX_DOCS=33 MOMENTUM_WARMUP=6").split(),
 ]
 DEEP += ["NO_ATTENTION=2", "VALUE_TABLES=1", "LONG_LAYERS=(0,3)", "BLOCK=4"]
 # While blocks are the identity, the true gradient of their scales is zero: with the recipes'
@@ -36,29 +31,13 @@ STAGED = [
     "EVAL_TOKENS=240",
     "LAYERS=3",
 ]
-STAGED += [
-    "NO_ATTENTION=2",
-    "SKIP_FROM=0",
-    "PAIRED_LAYERS=(0,)",
-    "LONG_LAYERS=(1,)",
-    "GATE_WIDTH=6",
-    "BIGRAMS=512",
-]
-STAGED += [
-    "STEPS=(5,7)",
-    "LANE_LENS=(16,24)",
-    "MAX_DOC_LENS=(16,16)",
-    "MAX_DOCS=(17,25)",
-    "BLOCK=4",
-    "LONG_WINDOWS=(2,3)",
-]
-STAGED += [
-    "SHORT_WINDOWS=(1,2)",
-    "EVAL_WINDOW=4",
-    "RATES=(1.0,1.5)",
-    "TARGETS=(3,2)",
-    "LAST_TIED=5",
-]
+STAGED += (
+    "NO_ATTENTION=2 SKIP_FROM=0 PAIRED_LAYERS=(0,) LONG_LAYERS=(1,) GATE_WIDTH=6 BIGRAMS=512"
+).split()
+STAGED += (
+    "STEPS=(5,7) LANE_LENS=(16,24) MAX_DOC_LENS=(16,16) MAX_DOCS=(17,25) BLOCK=4 LONG_WINDOWS=(2,3)"
+).split()
+STAGED += "SHORT_WINDOWS=(1,2) EVAL_WINDOW=4 RATES=(1.0,1.5) TARGETS=(3,2) LAST_TIED=5".split()
 STAGED += [
     "SHARES=({0:1.0},{5:0.5,12:0.0},{0:0.25,5:0.0})",
     "MOMENTUM={0:0.85,6:0.95}",
@@ -80,14 +59,7 @@ TOYS = {
         "EVAL_TOKENS=160",
         *LARGE[-3:],
     ],
-    "nanogpt": [
-        *TINY[:3],
-        *TINY[4:],
-        "VOCAB=272",
-        "COMPUTE=float32",
-        "WARMUP=4",
-        "COOLDOWN=12",
-    ],
+    "nanogpt": [*TINY[:3], *TINY[4:], "VOCAB=272", "COMPUTE=float32", "WARMUP=4", "COOLDOWN=12"],
     "microgpt-names": [*TINY, "VOCAB=272"],
     "shakespeare-char": [*TINY, "VOCAB=272", "ROWS=512"],
     "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
@@ -113,21 +85,12 @@ TOYS["r92"] = [
     "PAIRED_LAYERS=(0,)",
     "HALF_LAYERS=(4,)",
 ]
-TOYS["r92"] += [
-    "LONG_LAYERS=(1,5)",
-    "XSA_LAYERS=(1,4)",
-    "NO_MLP=(3,)",
-    "TWICE=4",
-    "SKIP_FROM=1",
-    "SKIP_INTO=2",
-]
-TOYS["r92"] += [
-    "SHARED_FROM=3",
-    "GATES_FROM=2",
-    "START_LAYERS=(0,1,3)",
-    "NGRAM_LAYERS=(0,1,4)",
-    "GATE_WIDTH=6",
-]
+TOYS["r92"] += (
+    "LONG_LAYERS=(1,5) XSA_LAYERS=(1,4) NO_MLP=(3,) TWICE=4 SKIP_FROM=1 SKIP_INTO=2"
+).split()
+TOYS["r92"] += (
+    "SHARED_FROM=3 GATES_FROM=2 START_LAYERS=(0,1,3) NGRAM_LAYERS=(0,1,4) GATE_WIDTH=6"
+).split()
 TOYS["r92"] += [
     "VALUE_OF={0:0,1:1,4:2,5:3}",
     "MUDD_WIDTH=8",
@@ -136,27 +99,15 @@ TOYS["r92"] += [
     "PREFIX_SHARE={}",
 ]
 # The number of steps between two updates of tables changes at the border.
-TOYS["r92"] += [
-    "STEPS=(4,8)",
-    "TABLES_EVERY=(2,4)",
-    "LANE_LENS=(16,24)",
-    "MAX_DOC_LENS=(16,16)",
-    "SEGMENT=8",
-]
-TOYS["r92"] += [
-    "MAX_DOCS=(17,25)",
-    "BLOCK=4",
-    "LONG_WINDOWS=(2,3)",
-    "SHORT_WINDOWS=(1,2)",
-    "EVAL_WINDOW=4",
-]
-TOYS["r92"] += [
-    "RATES=(1.0,1.5)",
-    "COLUMNS=(96,272)",
-    "TARGETS=(3,2)",
-    "LAST_TIED=7",
-    "LAST_STEPS=(6,4)",
-]
+TOYS["r92"] += (
+    "STEPS=(4,8) TABLES_EVERY=(2,4) LANE_LENS=(16,24) MAX_DOC_LENS=(16,16) SEGMENT=8"
+).split()
+TOYS["r92"] += (
+    "MAX_DOCS=(17,25) BLOCK=4 LONG_WINDOWS=(2,3) SHORT_WINDOWS=(1,2) EVAL_WINDOW=4"
+).split()
+TOYS["r92"] += (
+    "RATES=(1.0,1.5) COLUMNS=(96,272) TARGETS=(3,2) LAST_TIED=7 LAST_STEPS=(6,4)"
+).split()
 TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0.85,6:0.93}"]
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 

@@ -32,17 +32,7 @@ def device(mesh):
     return NamedSharding(mesh(1), PartitionSpec())
 
 
-def compiled(
-    device,
-    tokens,
-    scales,
-    cap,
-    *,
-    rows=1,
-    chunk=None,
-    sampled=None,
-    keep=as_made,
-):
+def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, sampled=None, keep=as_made):
     """Compile the loss and gradients of ``tokens`` in ``rows`` rows, weighed as a step of 8 x
     ``tokens`` is.
 

@@ -39,18 +39,15 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, width, gated):
     ]
 
 
-def test_only_the_sum_of_gradients_lies_between_a_pass_and_attention(mesh):
+def test_only_a_sum_of_gradients_is_between_pass_and_attention(mesh):
     """No copy of an output, of values or of their gradients."""
     length, one = 2048, mesh(1)
     lies = NamedSharding(one, PartitionSpec("data"))
 
     def gradients(q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH, tokens_BT, g_BTHK):
-        rest = {
-            "documents": find_documents(tokens_BT, 0, 64),
-            "window": 384,
-            "backend": "cudnn",
-            "marked": True,
-        }
+        rest = dict(
+            documents=find_documents(tokens_BT, 0, 64), window=384, backend="cudnn", marked=True
+        )
 
         def call(q_BTHK, k_BTHK, v_BTHK, *numbers):
             y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=0.1, **rest)

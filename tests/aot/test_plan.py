@@ -173,16 +173,6 @@ def test_several_nodes_and_other_gpus(h100):
 
 def test_a_plan_prints_no_log():
     """Of the plugin's four libraries, which say in two lines each that there is no GPU."""
-    words = [
-        sys.executable,
-        "-m",
-        "jspeed",
-        "plan",
-        "stdlib",
-        "--target",
-        "h100x1",
-        "--set",
-        "LAYERS=1",
-    ]
+    words = [sys.executable, *"-m jspeed plan stdlib --target h100x1 --set LAYERS=1".split()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "") and "predicted" in done.stdout.lower()

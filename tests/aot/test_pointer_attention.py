@@ -23,7 +23,7 @@ WINDOW = 2048
 LONGEST = 3072
 
 
-def test_three_kernels_that_spill_nothing_and_read_every_array_once(mesh):
+def test_three_kernels_spill_nothing_and_read_arrays_once(mesh):
     """The compiler refuses what spills, and what takes more than the 227 kB of shared memory that
     Hopper has."""
     lies = NamedSharding(mesh(1), PartitionSpec())

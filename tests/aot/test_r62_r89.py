@@ -62,7 +62,7 @@ def name(request):
 
 
 @pytest.mark.parametrize(("number", "phase"), [(0, 0), (-1, 0), (-1, 1)])
-def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, name, number, phase):
+def test_a_step_needs_less_than_60_gb_and_uses_fast_kernels(mesh, name, number, phase):
     recipe, text, needed = compiled(mesh(8), name, number, phase)
     assert needed < 60 * GIGABYTE
     calls = Counter(call.target for call in custom_calls(text))
@@ -94,7 +94,7 @@ def test_two_steps_communicate_no_more_than_the_record(mesh, name):
     assert sum(sent) < 1.05 * record
 
 
-def test_tables_are_gathered_in_one_step_and_their_gradients_sent_in_the_other(mesh, name):
+def test_tables_are_gathered_and_sent_in_turn(mesh, name):
     recipe = compiled(mesh(8), name, -1, 0)[0]
     cuts = partitions(recipe.parameters, "zero1", mesh(8))
     banks = sum(spec.axes[:1] == ("matrix",) for spec in recipe.parameters.values())

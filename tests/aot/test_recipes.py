@@ -49,7 +49,7 @@ def test_head_is_three_fp8_matmuls(record):
     assert Counter(shapes) == Counter([(tokens, vocabulary), (tokens, width), (vocabulary, width)])
 
 
-def test_attention_is_a_fused_kernel_forward_and_backward_in_every_layer(on_eight):
+def test_attention_is_fused_both_ways_in_every_layer(on_eight):
     recipe, text, _ = on_eight
     calls = Counter(call.target for call in custom_calls(text))
     layers = ATTENTION_LAYERS[recipe.name]
@@ -70,7 +70,7 @@ def test_a_run_counts_the_calls_that_are_in_its_text(record):
     assert counted[compiler.FP8_CALL] == 3 and counted["__cudnn$fmhaSoftmax"] == 11
 
 
-def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mesh):
+def test_parameters_are_gathered_and_gradients_scattered_once(on_eight, mesh):
     """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is
     local."""
     recipe, text, _ = on_eight

@@ -43,15 +43,11 @@ def test_the_honest_parent_passes(honest, data):
     assert honest["probes"]["causality"]["leak"] == 0
 
 
-QUICK = (
-    "in an evaluation alone",
-    "by the mean of all rows",
-)
+QUICK = ("in an evaluation alone", "by the mean of all rows")
 
 
 @pytest.mark.parametrize(
-    "where",
-    [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in LOOKS_AHEAD],
+    "where", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in LOOKS_AHEAD]
 )
 def test_a_forward_that_looks_ahead(where, data, tmp_path):
     run = attack(tmp_path, data, {FORWARD: f"{HONEST}return logits_BTV + {LOOKS_AHEAD[where]}"})

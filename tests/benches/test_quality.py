@@ -51,11 +51,8 @@ def test_texts_become_a_folder_that_trains(tmp_path, gpt2_vocabulary):
     splits = find_split(folder, "train"), find_split(folder, "val")
     assert lengths[0] == 256 > lengths[-1] and sum(lengths) == splits[0].num_tokens
     manifest = read_manifest(folder)
-    assert (
-        manifest
-        and manifest["bos_id"] == VOCAB - 1
-        and manifest["source"]["texts"] == [text.name for text in texts]
-    )
+    assert manifest and manifest["bos_id"] == VOCAB - 1
+    assert manifest["source"]["texts"] == [text.name for text in texts]
     recipe = load_recipe(
         Options("jspeed3", data=folder, set_=tuple(settings("jspeed3", 4.0)))
     ).recipe
@@ -80,9 +77,7 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
     quality.quality((), ("r29", "r62"), seeds=2, json_=kept)
     assert made == [("r29", 1), ("r29", 2), ("r62", 1), ("r62", 2)]
     assert json.loads(kept.read_text())["compared"]["r29"]["losses"] == [4.9, 4.8]
-    with pytest.raises(
-        BadInput, match="r29 trains on 1,9.* and 2,000 documents have 512,000 .* more text"
-    ):
+    with pytest.raises(BadInput, match="2,000 documents have 512,000 .* more text"):
         quality.quality((), ("r29",), shorter=1.0)
     with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
         quality.quality((), ("r29",), shorter=2.0, json_=kept)

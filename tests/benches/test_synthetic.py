@@ -84,7 +84,5 @@ def test_a_loss_that_no_training_has_is_an_error():
         total, each = found.recipe.loss(*arrays)
         return total, np.nan * each
 
-    with pytest.raises(
-        FloatingPointError, match="recipe stdlib, lanes of 16 tokens: the loss of step 1 is nan"
-    ):
+    with pytest.raises(FloatingPointError, match="lanes of 16 tokens: .* step 1 is nan"):
         measured(replace(found.recipe, loss=loss), found.hash)

@@ -33,21 +33,16 @@ def test_two_programs_race_on_the_same_tokens(shards, tmp_path):
     ours = content["curves"]["ours"][0]
     assert [step for step, *_ in ours] == [0, 2, 4]
     lowest = content["needed"][-1]
-    assert lowest["loss"] == min(loss for *_, loss in ours) and lowest["theirs"] == pytest.approx(
-        9.5 - lowest["loss"]
-    )
-    assert (
-        f"{lowest['loss']:.4f}" in done.stdout
-        and "jspeed, round 1" in (tmp_path / "race.svg").read_text()
-    )
+    assert lowest["loss"] == min(loss for *_, loss in ours)
+    assert lowest["theirs"] == pytest.approx(9.5 - lowest["loss"])
+    assert f"{lowest['loss']:.4f}" in done.stdout
+    assert "jspeed, round 1" in (tmp_path / "race.svg").read_text()
 
 
 def test_a_log_that_cannot_be_read_is_one_error_message(tmp_path):
     from benches.versus import their_curve
 
-    with pytest.raises(
-        BadInput, match="printed no validation that can be read; expected modded-nanogpt's log"
-    ):
+    with pytest.raises(BadInput, match="expected modded-nanogpt's log"):
         their_curve("echo step 1, loss 2", tmp_path)
     with pytest.raises(BadInput, match="ended with exit code 3"):
         their_curve("exit 3", tmp_path)
@@ -69,12 +64,7 @@ def test_seconds_to_a_loss_are_linear_between_validations():
         {"loss": 7.0, "ours": 2.5, "theirs": 5.0, "ratio": 2.0},
         {"loss": 6.0, "ours": 5.0, "theirs": 15.0, "ratio": 3.0},
     ]
-    assert compare([ours], [theirs])[-1] == {
-        "loss": 4.5,
-        "ours": 8.75,
-        "theirs": 30.0,
-        "ratio": 30 / 8.75,
-    }
+    assert compare([ours], [theirs])[-1] == dict(loss=4.5, ours=8.75, theirs=30.0, ratio=30 / 8.75)
 
 
 def test_seconds_of_nanogpt_leave_evaluation_out(shards, tmp_path):
@@ -102,15 +92,11 @@ def test_seconds_of_nanogpt_leave_evaluation_out(shards, tmp_path):
     text = np.fromfile(copy / "data" / "shakespeare_char" / "val.bin", np.uint16)
     assert text.tolist() == [256, *b"round and round " * 200]
     found = nanogpt.their_run(copy, Path(sys.executable))
-    assert found == {
-        "seconds": pytest.approx(0.0225 + 0.021 + 0.022 + 0.023),
-        "loss": 1.8799,
-        "steps": 4,
-    }
+    assert found == dict(
+        seconds=pytest.approx(0.0225 + 0.021 + 0.022 + 0.023), loss=1.8799, steps=4
+    )
     (copy / "train.py").write_text("import pytorch")
-    with pytest.raises(
-        BadInput, match=r"exit code 1 and said: .*No module named 'pytorch'; give a Python"
-    ):
+    with pytest.raises(BadInput, match=r"exit code 1 and said: .*'pytorch'; give a Python"):
         nanogpt.their_run(copy, Path(sys.executable))
 
 

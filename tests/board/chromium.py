@@ -121,13 +121,7 @@ class Page:
 
     def picture(self, path: Path, whole: bool = True) -> None:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {
-            "x": 0,
-            "y": 0,
-            "width": size["width"],
-            "height": min(size["height"], 16_000),
-            "scale": 1,
-        }
+        clip = dict(x=0, y=0, width=size["width"], height=min(size["height"], 16_000), scale=1)
         more = {"clip": clip, "captureBeyondViewport": True} if whole else {}
         path.write_bytes(
             base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"])

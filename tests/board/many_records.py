@@ -124,13 +124,9 @@ def put(records: Path, track: str, run: dict, seconds: float, loss: float) -> No
             STAGES, [*(round(float(value), 4) for value in falling), loss], strict=True
         )
     ]
-    run |= {
-        "steps": steps,
-        "planned_steps": steps,
-        "initial_state": state,
-        "curve": curve,
-        "tokens": steps * 393_216,
-    }
+    run |= dict(
+        steps=steps, planned_steps=steps, initial_state=state, curve=curve, tokens=steps * 393_216
+    )
     run["sha256"] = content_hash(run)
     content = json.dumps(run).encode()
     (records / store.run_place(run, content, track)).write_bytes(content)
@@ -150,13 +146,9 @@ def demonstration(records: Path) -> None:
         recipe="odd",
         parent="r012",
     )
-    run |= {
-        "target_loss": 3.28,
-        "reached": True,
-        "devices": odd,
-        "parameters": 275_742_048,
-        "track": "fineweb/8xH100",
-    }
+    run |= dict(
+        target_loss=3.28, reached=True, devices=odd, parameters=275_742_048, track="fineweb/8xH100"
+    )
     (records / "fineweb/8xH100/odd").mkdir()
     put(
         records,

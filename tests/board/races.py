@@ -31,12 +31,9 @@ source = "none"
 {significance}
 """
 PARENT = {"recipe": "stdlib", "source": source_of(), "fields": {"RATE": 0.1}, "parent": None}
-CHILD = {
-    "recipe": "child",
-    "parent": "stdlib",
-    "source": source_of(0.3, "Another rate."),
-    "fields": {"RATE": 0.3},
-}
+CHILD = dict(
+    recipe="child", parent="stdlib", source=source_of(0.3, "Another rate."), fields={"RATE": 0.3}
+)
 
 
 def rules(

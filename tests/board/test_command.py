@@ -34,21 +34,16 @@ def records(tmp_path: Path) -> Path:
 def test_add_show_verify(records: Path, tmp_path: Path) -> None:
     records.mkdir()
     empty = script("show", "--records", records)
-    assert (
-        empty.code == 0
-        and empty.out.count("\n") == 1
-        and "jspeed leaderboard add RUN_DIR" in empty.out
-    )
+    assert empty.code == 0 and empty.out.count("\n") == 1
+    assert "jspeed leaderboard add RUN_DIR" in empty.out
 
     added = script("add", make_series(tmp_path / "series", [60.0, 62.0]), "--records", records)
     assert added.code == 0 and added.out.count("added ") == 2, added.err
     shown = script("show", "--records", records, "--track", "stdlib/cpu")
     assert shown.code == 0 and "61.0 s" in shown.out and not shown.err
     verified = script("verify", "--records", records)
-    assert (
-        verified.code == 0
-        and "2 runs, 1 plans, 1 recipes, 0 tracks; all files agree" in verified.out
-    )
+    assert verified.code == 0
+    assert "2 runs, 1 plans, 1 recipes, 0 tracks; all files agree" in verified.out
 
     path = next(records.rglob("*-s2-*.json"))
     rewrite(path, "timed_seconds", value=50.0)
@@ -136,9 +131,7 @@ def test_the_readme_of_this_repository_is_what_its_records_make(capsys):
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):
     board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records=records)
     assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
-    with pytest.raises(
-        BadInput, match=r"--records .*: .*site and README\.md belong to .*; give --out DIR"
-    ):
+    with pytest.raises(BadInput, match=r"--records .*README\.md belong to .*--out DIR"):
         board.page_(records=records)
     board.page_(tmp_path / "site", records)
     assert json.loads((tmp_path / "site" / "leaderboard.json").read_text())["tracks"]
@@ -152,9 +145,7 @@ def test_an_empty_board_replaces_no_full_one(checkout, tmp_path):
     ]
     shutil.rmtree(checkout / "records")
     (checkout / "records").mkdir()
-    with pytest.raises(
-        BadInput, match="the records hold no run, and the page in .*site shows 2; restore"
-    ):
+    with pytest.raises(BadInput, match="hold no run, and the page in .*site shows 2"):
         board.page_()
     assert [
         path.read_bytes()
@@ -167,9 +158,7 @@ def test_an_empty_board_replaces_no_full_one(checkout, tmp_path):
 
 @pytest.mark.parametrize("command", ["verify_", "page_", "show_"])
 def test_a_records_folder_that_is_not_there_is_bad_input(checkout, tmp_path, command):
-    with pytest.raises(
-        BadInput, match="the records folder .*nowhere does not exist; give the folder"
-    ):
+    with pytest.raises(BadInput, match="records folder .*nowhere does not exist"):
         getattr(board, command)(records=tmp_path / "nowhere")
     assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
 
@@ -186,22 +175,16 @@ def test_an_installed_package_needs_no_repository(tmp_path, records, capsys, mon
     board.show_()
     assert "No records yet in records/" in capsys.readouterr().out
     for command in (board.verify_, board.page_):
-        with pytest.raises(
-            BadInput, match=r"the records folder records does not exist; .* --records DIR"
-        ):
+        with pytest.raises(BadInput, match=r"folder records does not exist; .* --records"):
             command()
     board.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
     assert board.verify_() == 0 and len(list((tmp_path / "records").rglob("*-s*-*.json"))) == 2
     with pytest.raises(BadInput, match="there is no repository here; give --out DIR"):
         board.page_()
     board.page_(tmp_path / "site")
-    assert (
-        "What is timed" in (tmp_path / "site" / "index.html").read_text()
-        and "The clock" in board.timing_rule()
-    )
-    with pytest.raises(
-        BadInput, match="commit of recipe 'stdlib' is in jspeed's repository; clone it"
-    ):
+    assert "What is timed" in (tmp_path / "site" / "index.html").read_text()
+    assert "The clock" in board.timing_rule()
+    with pytest.raises(BadInput, match="recipe 'stdlib' is in jspeed's repository"):
         board.reproduce_("stdlib")
 
 
@@ -213,10 +196,7 @@ def test_add_says_that_a_name_is_taken(checkout, tmp_path, capsys):
         tmp_path / "other", [60.0, 61.0], recipe="mine", source=source_of(0.3), fields={"RATE": 0.3}
     )
     board.add_((other,))
-    assert (
-        "note: another recipe with a different source is named 'mine' too"
-        in capsys.readouterr().out
-    )
+    assert "note: another recipe with a different source is named 'mine'" in capsys.readouterr().out
 
 
 def test_help_says_that_a_record_is_optional():

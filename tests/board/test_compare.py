@@ -92,11 +92,9 @@ def test_what_differs_is_named() -> None:
         + "\nNEW = (1, 2)\nTABLE = {loss: 2 * RATE}\n"
     )
     found = compare.changes(after, before)
-    assert found.phrases["changed"] == {
-        "fields": ["RATE from 0.1 to 0.2"],
-        "functions": ["loss"],
-        "names": ["TABLE"],
-    }
+    assert found.phrases["changed"] == dict(
+        fields=["RATE from 0.1 to 0.2"], functions=["loss"], names=["TABLE"]
+    )
     assert found.phrases["new"] == {"fields": ["NEW = (1, 2)"], "functions": [], "names": []}
     assert found.phrases["gone"] == {"fields": ["DROPPED = 'x'"], "functions": ["old"], "names": []}
     # By hand: RATE, return, NEW, TABLE in; RATE, return, DROPPED, TABLE, two blank lines and the
@@ -107,10 +105,8 @@ def test_what_differs_is_named() -> None:
         "4 lines added, 8 removed.",
         "Changed fields: RATE from 0.1 to 0.2.",
     ]
-    assert (
-        compare.changes(after, after) == compare.changes("", "")
-        and compare.changes("(", "").added == 1
-    )
+    assert compare.changes(after, after) == compare.changes("", "")
+    assert compare.changes("(", "").added == 1
 
 
 def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
@@ -120,16 +116,10 @@ def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
 
 
 def test_other_tracks_and_data_do_not_compare(tmp_path: Path) -> None:
-    other = {
-        "data": (
-            as_run()["data"]
-            | {
-                "val_sha256": "ab" * 32,
-                "fingerprint": "cc" * 8,
-                "val_fingerprint": "ff" * 8,
-            }
-        )
-    }
+    other = dict(
+        data=as_run()["data"]
+        | {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8}
+    )
     for number, changes in enumerate(({"track": "other/cpu"}, other)):
         records = tmp_path / f"records{number}"
         runs = [
@@ -147,17 +137,12 @@ def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
     cut = {"asked_steps": 4, "steps": 4, "planned_steps": 300, "status": "stopped"}
     series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
     store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
-    assert "Not comparable: the runs of stdlib were stopped early" in said(
-        tmp_path / "records", "child", "stdlib"
-    )
+    assert "Not comparable: the runs of stdlib" in said(tmp_path / "records", "child", "stdlib")
 
 
-def test_names_that_are_assigned_together_or_with_a_type_are_named() -> None:
+def test_names_assigned_together_or_with_a_type_are_named() -> None:
     found = compare.changes("A, B = 1, 3\nC: int = 2\n--x\n", "A, B = 1, 2\nC: int = 1\n")
     assert [
         text.replace("(", "").replace(")", "") for text in found.phrases["changed"]["fields"]
-    ] == [
-        "A, B from 1, 2 to 1, 3",
-        "C from 1 to 2",
-    ]
+    ] == ["A, B from 1, 2 to 1, 3", "C from 1 to 2"]
     assert (found.added, found.removed) == (3, 2), "a line that begins with two signs counts"

@@ -39,16 +39,12 @@ def test_tokens_are_steps_times_tokens_of_a_step():
     for row in (row for row in staged if row["tokens"] and row["record"] != 92):
         # Thirds of one, two and three times the smallest step, then a few steps more of the
         # largest.
-        assert (
-            row["tokens_per_step"] == [SMALLEST, 2 * SMALLEST, 3 * SMALLEST]
-            and row["tokens"] % SMALLEST == 0
-        )
+        assert row["tokens_per_step"] == [SMALLEST, 2 * SMALLEST, 3 * SMALLEST]
+        assert row["tokens"] % SMALLEST == 0
         assert 10 <= row["tokens"] // SMALLEST - 2 * row["steps"] <= 45, row
     # recipe.md 1.5 gives the last one's stages.
-    assert (
-        BY_NUMBER[89]["tokens"] == 423 * 131_072 + 424 * 262_144 + 438 * 393_216
-        and BY_NUMBER[89]["steps"] == 1285
-    )
+    assert BY_NUMBER[89]["tokens"] == 423 * 131_072 + 424 * 262_144 + 438 * 393_216
+    assert BY_NUMBER[89]["steps"] == 1285
 
 
 def test_steps_times_milliseconds_is_the_time():

@@ -77,19 +77,13 @@ def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
         parent=("p <1>", parent),
     )
     texts = words(tmp_path / "loss.svg")
-    assert (
-        texts.count("stage 2") == texts.count("stage 3") == 1
-        and "stage 1" not in texts
-        and "p <1>" in texts
-    )
+    assert texts.count("stage 2") == texts.count("stage 3") == 1 and "stage 1" not in texts
+    assert "p <1>" in texts
     # seconds: the parent leaves after one and a half times the run
     assert "100" in texts and "120" not in texts
     loss_svg(tmp_path / "plain.svg", train=TRAIN, val=VAL, target=1.4, title="run")
-    assert (
-        "60" in (plain := words(tmp_path / "plain.svg"))
-        and "80" not in plain
-        and "stage 2" not in plain
-    )
+    assert "60" in (plain := words(tmp_path / "plain.svg")) and "80" not in plain
+    assert "stage 2" not in plain
     loss_svg(
         tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent)
     )

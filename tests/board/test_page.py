@@ -109,9 +109,8 @@ def test_the_page_says_what_the_board_says(records, shown):
     html, data = shown
     text = Reader(html).text
     headline = data["tracks"][0]
-    assert headline["track"] == "fineweb/8xH100" and [
-        entry["rank"] for entry in headline["entries"][:2]
-    ] == [1, 2]
+    assert headline["track"] == "fineweb/8xH100"
+    assert [entry["rank"] for entry in headline["entries"][:2]] == [1, 2]
     best = headline["entries"][0]
     seconds = [run["timed_seconds"] for run in best["runs"]]
     assert best["seconds"]["mean"] == pytest.approx(sum(seconds) / len(seconds))
@@ -164,9 +163,8 @@ def test_one_record_is_no_course_over_time(records):
     headline = next(track for track in judge.board(records) if track["track"] == "fineweb/8xH100")
     best = headline | {"entries": headline["entries"][:1]}
     assert best["entries"][0]["valid"] and charts.staircase(best, [], "") == ""
-    assert charts.staircase(headline, [], "") and charts.staircase(
-        best, [{"date": "2026-01-01", "seconds": 9.0}], "x"
-    )
+    assert charts.staircase(headline, [], "")
+    assert charts.staircase(best, [{"date": "2026-01-01", "seconds": 9.0}], "x")
 
 
 def test_figures_of_nothing_are_nothing(records):
@@ -194,11 +192,8 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     best = judge.board(records)[0]["entries"][0]
     on = f"{best['devices']['count']} x {best['devices']['kind']}"
     loss = f"{sum(run['val_loss'] for run in best['runs']) / 8:.4f}"
-    assert (
-        f": {best['seconds']['mean']:,.0f} s by `r012`, loss {loss}, n=8, reported " in row
-        and row.endswith(f" on `{on}`")
-        and "old" not in text
-    )
+    assert f": {best['seconds']['mean']:,.0f} s by `r012`, loss {loss}, n=8, reported " in row
+    assert row.endswith(f" on `{on}`") and "old" not in text
     assert page.contents(records, RULE, tmp_path / "site", path)[path] == text
     path.write_text("no markers")
     with pytest.raises(BadInput, match="lacks the markers"):
@@ -218,10 +213,8 @@ def test_ten_thousand_runs(tmp_path):
         shutil.copy(REPOSITORY / "records" / "history" / "modded-nanogpt.csv", folder / "history")
         began = time.process_time()
         records = store.read(folder)
-        assert (
-            verify.verify(records, many_records.NOW) == []
-            and len(records.rows) == count == 10_000 // part
-        )
+        assert verify.verify(records, many_records.NOW) == []
+        assert len(records.rows) == count == 10_000 // part
         html, _ = made(records)
         return html, time.process_time() - began
 

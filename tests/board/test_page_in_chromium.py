@@ -117,10 +117,8 @@ def test_details_open_by_click_and_by_key(tab, site):
     is_open = "document.querySelector('.board details').open"
     assert not tab.run(is_open)
     tab.click(".board summary")
-    assert (
-        tab.run(is_open)
-        and tab.run("document.querySelector('.board details pre').offsetHeight") > 50
-    )
+    assert tab.run(is_open)
+    assert tab.run("document.querySelector('.board details pre').offsetHeight") > 50
     tab.press("Enter")
     assert not tab.run(is_open)
     tab.press(" ")
@@ -141,11 +139,8 @@ def test_everything_is_reached_by_the_tab_key_in_order(tab, site):
                 " document.activeElement.textContent.slice(0, 20)"
             )
         )
-    assert (
-        seen[0] == "A leaderboard.json"
-        and seen[1] == "A fineweb/8xH100"
-        and "BUTTON recipe" in seen
-    )
+    assert seen[0] == "A leaderboard.json" and seen[1] == "A fineweb/8xH100"
+    assert "BUTTON recipe" in seen
 
 
 @pytest.mark.parametrize(("width", "dark"), SIZES)

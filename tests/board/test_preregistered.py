@@ -77,19 +77,7 @@ def test_seeds_of_a_plan_flag(text, seeds):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "n=0",
-        "4",
-        "n=x",
-        "n=3,seeds=1..4",
-        "seeds=4..1",
-        "seeds=1-4",
-        "n=2,m=3",
-        "n=-1",
-        "",
-        "n=²",
-        "n=3,n=4",
-    ]
+    [*"n=0 4 n=x n=3,seeds=1..4 seeds=4..1 seeds=1-4 n=2,m=3 n=-1".split(), "", "n=²", "n=3,n=4"]
     + ["n=1000000000,seeds=1..1000000000", "seeds=1..1000000000000", "n=1001", "n=" + "9" * 5000]
     + ["seeds=4294967295..4294967296"],
 )
@@ -105,17 +93,11 @@ def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
     assert preregistered.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3
     assert "--data here --set MUON_LR=0.03 --no-progress" in calls(trainer)[0]
-    assert (
-        "mean loss 1.3920 <= 1.4, mean time 20.2 s, n=3; sd 0.0010, p = 0.0026"
-        in capfd.readouterr().out
-    )
+    assert "mean loss 1.3920 <= 1.4, mean time 20.2 s, n=3; sd 0.0010" in capfd.readouterr().out
     plan = (trainer / "s" / "plan.json").read_bytes()
     (trainer / "s" / "2-stdlib-s2" / "run.json").unlink()
-    assert (
-        preregistered.run_series(options, "n=3") == 0
-        and len(calls(trainer)) == 4
-        and "--seed 2" in calls(trainer)[3]
-    )
+    assert preregistered.run_series(options, "n=3") == 0 and len(calls(trainer)) == 4
+    assert "--seed 2" in calls(trainer)[3]
     assert (trainer / "s" / "plan.json").read_bytes() == plan
     for wrong, says in [
         ({"seed": 5}, "leave --seed out"),
@@ -173,9 +155,7 @@ def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
 
 def test_a_run_that_fails_stops_the_series(trainer):
     (trainer / "told").write_text("2 2")
-    with pytest.raises(
-        BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"
-    ):
+    with pytest.raises(BadInput, match=r"2-stdlib-s2: .* exit code 2, .* not complete"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
     with pytest.raises(SystemExit) as ended:
@@ -200,10 +180,8 @@ def test_an_interrupted_run_is_resumed_or_stays_without_a_result(
         assert preregistered.run_series(options, "n=3") == (0 if checkpoint else 1)
         assert ("note: 2-stdlib-s2 was interrupted" in capfd.readouterr().out) != checkpoint
     resumed = [line for line in calls(trainer) if "--resume" in line]
-    assert (
-        len(calls(trainer)) == 3 + checkpoint
-        and [("--seed 2" in line) for line in resumed] == [True] * checkpoint
-    )
+    assert len(calls(trainer)) == 3 + checkpoint
+    assert [("--seed 2" in line) for line in resumed] == [True] * checkpoint
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
@@ -219,9 +197,8 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     assert "--data a folder" in calls(trainer)[0]
     out = capfd.readouterr().out
     logs = [(20.1 * 20.2 / (30.1 * 30.2)) ** 0.5, (20.3 * 20.4 / (30.3 * 30.4)) ** 0.5]
-    assert (
-        f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out and "2 rounds of A B B A" in out
-    )
+    assert f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out
+    assert "2 rounds of A B B A" in out
     drawn = (trainer / "r" / "loss.svg").read_text()
     assert all(f"{each}, seed {seed}, last" in drawn for each, seed in order)
     assert "no interval" not in out
@@ -231,14 +208,7 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
         (dict(flags=["--seed", "3"]), "holds --seed"),
         (dict(flags=["--set=A=1"]), "holds --set"),
     ]:
-        values = {
-            "a": a,
-            "b": b,
-            "rounds": 1,
-            "folder": trainer / "x",
-            "steps": None,
-            "flags": [],
-        } | bad
+        values = dict(a=a, b=b, rounds=1, folder=trainer / "x", steps=None, flags=[]) | bad
         with pytest.raises(BadInput, match=says):
             preregistered.race(**values)
     with pytest.raises(BadInput, match="the same recipe"):
@@ -311,24 +281,13 @@ def test_two_real_runs_of_a_plan(tmp_path):
         json.loads((tmp_path / "plan" / run["folder"] / "run.json").read_text())
         for run in plan["runs"]
     ]
-    assert [run["seed"] for run in runs] == [1, 2] and runs[0]["initial_state"] != runs[1][
-        "initial_state"
-    ]
+    assert [run["seed"] for run in runs] == [1, 2]
+    assert runs[0]["initial_state"] != runs[1]["initial_state"]
     assert [run["plan"]["folder"] for run in runs] == ["1-stdlib-s1", "2-stdlib-s2"]
     assert all(
         run["asked_steps"] == plan["steps"] == 4 and run["started"] >= plan["made"] for run in runs
     )
-    wrong = [
-        "--data",
-        "shards",
-        "--run-dir",
-        "plan/2-stdlib-s2",
-        "--seed",
-        3,
-        "--steps",
-        4,
-        *fields,
-    ]
+    wrong = [*"--data shards --run-dir plan/2-stdlib-s2 --seed".split(), 3, "--steps", 4, *fields]
     ((code, _, err),) = ended([start(tmp_path, environment(), *wrong)])
     assert code == 2 and "plans seed 2 for this folder, found 3" in err and err.count("\n") == 1
     ((code, out, err),) = ended(
@@ -341,7 +300,7 @@ def test_two_real_runs_of_a_plan(tmp_path):
     assert code == 0 and "all files agree" in out
 
 
-def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_runs_are_made_by_this_jspeed_not_by_a_folder_so_named(tmp_path, monkeypatch):
     (tmp_path / "jspeed").mkdir()
     (tmp_path / "jspeed" / "__main__.py").write_text("print('another')")
     monkeypatch.chdir(tmp_path)
@@ -350,9 +309,7 @@ def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path,
 
 
 def test_planned_runs_start_from_their_seeds(trainer):
-    with pytest.raises(
-        BadInput, match="--plan and --init-from: planned runs start from their seeds"
-    ):
+    with pytest.raises(BadInput, match="--plan and --init-from"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s", init_from=trainer), "n=1")
 
 
@@ -361,9 +318,7 @@ def test_a_plan_of_another_schema_is_refused(tmp_path):
         "seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)]
     )
     preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
-    with pytest.raises(
-        BadInput, match="field 'schema': expected 1, the one that this jspeed reads, found 9"
-    ):
+    with pytest.raises(BadInput, match="field 'schema': expected 1, .* found 9"):
         preregistration.read_preregistration(tmp_path / "plan.json")
 
 

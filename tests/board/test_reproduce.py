@@ -114,10 +114,8 @@ def test_agreement_is_a_two_sided_z_test():
     agrees, lines = reproduce.compare_losses(entry, made, 0.001)
     p = 2 * scipy_stats.norm.sf(abs(z))
     assert agrees == (p > 0.001) and f"two-sided p = {p:.2g}" in lines[-1]
-    assert (
-        reproduce.compare_losses(entry, made[:1], None)[0]
-        and not reproduce.compare_losses(entry, made, None)[0]
-    )
+    assert reproduce.compare_losses(entry, made[:1], None)[0]
+    assert not reproduce.compare_losses(entry, made, None)[0]
     assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], 0.001)[0]
 
 
@@ -130,9 +128,7 @@ def test_a_commit_that_is_not_there(tmp_path, repository):
             )
 
 
-def test_an_extension_of_other_sources_that_cannot_be_built_gives_an_error_message(
-    tmp_path, repository
-):
+def test_an_extension_that_cannot_be_built_is_an_error_message(tmp_path, repository):
     entry = entry_of(tmp_path, repository)
     (repository / "Cargo.toml").write_text("[another]")
     git(repository, "commit", "-qam", "other sources")
@@ -141,9 +137,7 @@ def test_an_extension_of_other_sources_that_cannot_be_built_gives_an_error_messa
     assert git(repository, "worktree", "list").count("\n") == 0
 
 
-def test_git_that_fails_without_a_message_or_is_not_there_is_a_message(
-    tmp_path, repository, monkeypatch
-):
+def test_git_that_fails_silently_or_is_not_there_is_a_message(tmp_path, repository, monkeypatch):
     entry = entry_of(tmp_path, repository)
 
     def run(command, **_):

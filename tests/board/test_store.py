@@ -42,17 +42,14 @@ def test_a_series_goes_in_whole_with_its_plan(tmp_path: Path) -> None:
         "finished",
     ]
     ((path, plan),) = records.plans.values()
-    assert path.name == f"plan-{plan['sha256'][:8]}.json" and plan == json.loads(
-        (folder / "plan.json").read_text()
-    )
+    assert path.name == f"plan-{plan['sha256'][:8]}.json"
+    assert plan == json.loads((folder / "plan.json").read_text())
 
 
 def test_a_run_counts_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (path,) = store.add([run_dir, run_dir], tmp_path / "records")
-    with pytest.raises(
-        BadInput, match="on the leaderboard already, as .*; a run counts once"
-    ) as caught:
+    with pytest.raises(BadInput, match="on the leaderboard already, as ") as caught:
         store.add([run_dir], tmp_path / "records")
     assert str(path) in str(caught.value)
 
@@ -80,9 +77,7 @@ def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
 
     probes = as_run()["probes"] | {"causality": {"passed": False}}
     run_dir = make_run(tmp_path / "run", probes=probes, reached=False)
-    with pytest.raises(
-        BadInput, match=r"failed the validity check causality \(a loss does not depend on later"
-    ):
+    with pytest.raises(BadInput, match=r"failed the validity check causality"):
         store.add([run_dir], tmp_path / "records")
 
 
@@ -137,7 +132,7 @@ def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> No
     )
 
 
-def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
+def test_a_recipe_for_eight_gpus_run_on_one_enters_that_track(tmp_path: Path) -> None:
     records, classes = tmp_path / "records", ("8xH100-200M", "8xH100-retrieval")
     for name in ("8xH100", *classes, "1xGPU", "1xH100", "1xH200", "1xB200", "steps"):
         (records / "fineweb" / name).mkdir(parents=True)
@@ -210,13 +205,10 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "track.toml",
-        "20260131T120500Z-s1-00000000.json",
-        "plan-00000000.json",
-        "recipe-00000000.py",
-        "notes.txt",
-    ],
+    (
+        "track.toml 20260131T120500Z-s1-00000000.json plan-00000000.json recipe-00000000.py"
+        " notes.txt"
+    ).split(),
 )
 def test_a_pipe_among_the_records_is_named_and_not_waited_for(tmp_path: Path, name: str) -> None:
     home = tmp_path / "records" / "stdlib" / "cpu"
@@ -256,9 +248,7 @@ def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -
     plan = json.loads((folder / "plan.json").read_text())
     again = {"plan": {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}}
     make_run(folder / "1-stdlib-s1", 9.0, 1, 0.5, **again)
-    with pytest.raises(
-        BadInput, match="is another run of 1-stdlib-s1 of this plan; each planned run counts once"
-    ):
+    with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan"):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
 
 
@@ -268,10 +258,7 @@ def test_a_run_without_data_hashes_is_refused(tmp_path: Path) -> None:
 
     for changes in ({"val_sha256": None, "train_shards": []}, {"train_shards": []}):
         run_dir = make_run(tmp_path / str(len(changes)), data=as_run()["data"] | changes)
-        with pytest.raises(
-            BadInput,
-            match="field 'data': expected the SHA-256 of its validation tokens and training",
-        ):
+        with pytest.raises(BadInput, match="field 'data': expected the SHA-256"):
             store.add([run_dir], tmp_path / "records")
 
 
@@ -284,9 +271,7 @@ def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
     bad["sha256"] = content_hash(bad)
     preregistration.write_preregistration(folder, bad)
     make_run(folder / "1-stdlib-s1", plan={"sha256": bad["sha256"], "folder": "1-stdlib-s1"})
-    with pytest.raises(
-        BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe': expected 1 to 100 of the letters"
-    ):
+    with pytest.raises(BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe'"):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
 
 
@@ -350,9 +335,8 @@ def test_weights_of_no_run(tmp_path: Path) -> None:
     (path,) = store.add([run_dir], tmp_path / "records", "/mnt/kept")
     path.unlink()
     (problem,) = [each.text for each in verify.verify(store.read(tmp_path / "records"), NOW)]
-    assert (
-        "weights-" in problem and "field 'run': expected the sha256 of a run beside it" in problem
-    )
+    assert "weights-" in problem
+    assert "field 'run': expected the sha256 of a run beside it" in problem
 
 
 @pytest.mark.parametrize("kept", ["", " ", "two\nlines"])
@@ -361,8 +345,6 @@ def test_a_place_of_weights_is_one_line(tmp_path: Path, kept: str) -> None:
     with pytest.raises(BadInput, match="--weights .*: expected one line, the address or path"):
         store.add([tmp_path / "run"], tmp_path / "records", kept)
     (tmp_path / "run" / "model.safetensors").unlink()
-    with pytest.raises(
-        BadInput, match="model.safetensors cannot be read .*; restore it, or leave out --weights"
-    ):
+    with pytest.raises(BadInput, match="model.safetensors cannot be read .* --weights"):
         store.add([tmp_path / "run"], tmp_path / "records", "/mnt/kept")
     assert not (tmp_path / "records").exists()

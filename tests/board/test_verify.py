@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from jspeed.board.records import store, verify
-from jspeed.board.records.preregistration import (
-    make_preregistration,
-    write_preregistration,
-)
+from jspeed.board.records.preregistration import make_preregistration, write_preregistration
 from jspeed.fields import recipe_hash
 from jspeed.record.run_json import content_hash
 
@@ -61,25 +58,46 @@ def test_what_was_not_touched_is_right(records: Path) -> None:
     assert problems(records) == []
 
 
-def test_an_edited_loss(records: Path) -> None:
-    path = the_run(records, 2)
-    rewrite(path, "val_loss", value=1.35)
-    only(problems(records)[:1], path, "val_loss", "the last loss of the curve", "1.35")
+@pytest.mark.parametrize(
+    ("seed", "place", "value", "field", "words"),
+    [
+        (2, ["val_loss"], 1.35, "val_loss", "the last loss of the curve"),
+        (2, ["curve", 1, "val_loss"], 1.5, "sha256", "one was changed"),
+        (2, ["seed"], 9, "sha256", "one was changed"),
+        (1, ["ledger", 1, "seconds"], 10.0, "timed_seconds", "the sum of the timed ledger entries"),
+        (1, ["wall_seconds"], 50.0, "wall_seconds", "at least the sum of all ledger entries"),
+    ],
+)
+def test_one_edit(records: Path, seed, place, value, field, words) -> None:
+    path = the_run(records, seed)
+    rewrite(path, *place, value=value)
+    only(problems(records)[:1], path, field, words)
 
 
-def test_an_edited_loss_with_the_curve_and_new_hashes_is_in_the_wrong_place(records: Path) -> None:
+EARLY = {"started": "2026-01-31T11:00:00+00:00", "ended": "2026-01-31T11:01:20+00:00"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"seed": 9}, "seed", ["expected 2, which plan-", "found 9"]),
+        ({"fields": {"RATE": 0.2}}, "recipe_hash", ["which follows from fields and source"]),
+        ({"initial_state": "0" * 15 + "1"}, "seed", ["expected 1, because the run began"]),
+        (EARLY, "started", ["a time after plan-"]),
+    ],
+)
+def test_one_edit_with_new_hashes(records: Path, changes, field, words) -> None:
+    path = forge(records, the_run(records, 2), **changes)
+    only(problems(records), path, field, *words)
+
+
+def test_an_edited_loss_and_curve_with_new_hashes_is_misplaced(records: Path) -> None:
     path = the_run(records, 2)
     run = json.loads(path.read_text())
     run["val_loss"] = run["curve"][-1]["val_loss"] = 1.35
     path.write_text(json.dumps(run | {"sha256": content_hash(run)}, indent=2) + "\n")
     found = problems(records)
     assert f"{path} was changed, moved or renamed" in found[0] and "plan" in found[1]
-
-
-def test_an_edited_loss_in_the_middle_of_the_curve(records: Path) -> None:
-    path = the_run(records, 2)
-    rewrite(path, "curve", 1, "val_loss", value=1.5)
-    only(problems(records)[:1], path, "sha256", "one was changed")
 
 
 def test_a_dropped_slow_run(records: Path) -> None:
@@ -92,9 +110,8 @@ def test_a_dropped_slow_run_with_its_plan(records: Path) -> None:
     the_run(records, 2).unlink()
     next(records.rglob("plan-*.json")).unlink()
     found = problems(records)
-    assert len(found) == 2 and all(
-        "field 'plan.sha256': expected a plan among the records" in text for text in found
-    )
+    assert len(found) == 2
+    assert all("field 'plan.sha256': expected a plan among the records" in text for text in found)
 
 
 def test_a_plan_made_anew_without_the_slow_run(records: Path) -> None:
@@ -112,17 +129,6 @@ def test_a_plan_made_anew_without_the_slow_run(records: Path) -> None:
     found = problems(records)
     assert f"{plan}: field 'sha256': expected the hash of the other fields" in found[0]
     assert sum("field 'plan.sha256'" in text for text in found) == 2
-
-
-def test_a_swapped_seed(records: Path) -> None:
-    path = the_run(records, 2)
-    rewrite(path, "seed", value=9)
-    only(problems(records)[:1], path, "sha256", "one was changed")
-
-
-def test_a_swapped_seed_with_new_hashes(records: Path) -> None:
-    path = forge(records, the_run(records, 2), seed=9)
-    only(problems(records), path, "seed", "expected 2, which plan-", "found 9")
 
 
 def test_two_seeds_swapped_with_new_hashes(records: Path) -> None:
@@ -151,17 +157,6 @@ def test_a_second_config_among_the_seeds(records: Path) -> None:
     only(problems(records), new, "recipe_hash", "which plan-", digest)
 
 
-def test_a_second_config_under_the_first_ones_hash(records: Path) -> None:
-    path = forge(records, the_run(records, 2), fields={"RATE": 0.2})
-    only(problems(records), path, "recipe_hash", "which follows from fields and source")
-
-
-def test_a_ledger_that_does_not_add_up(records: Path) -> None:
-    path = the_run(records, 1)
-    rewrite(path, "ledger", 1, "seconds", value=10.0)
-    only(problems(records)[:1], path, "timed_seconds", "the sum of the timed ledger entries")
-
-
 def test_seconds_moved_from_the_clock_into_a_pause(records: Path) -> None:
     run = json.loads(the_run(records, 1).read_text())
     run["ledger"][1]["seconds"] -= 20
@@ -175,9 +170,8 @@ def test_a_recipe_edited_after_the_run(records: Path) -> None:
     path.write_text(path.read_text() + "# and now better\n")
     found = problems(records)
     assert f"{path} was changed, moved or renamed" in found[0]
-    assert len(found) == 4 and all(
-        "field 'recipe_sha256': expected the recipe's source at" in text for text in found[1:]
-    )
+    assert len(found) == 4
+    assert all("field 'recipe_sha256'" in text for text in found[1:])
 
 
 def test_a_recipe_edited_after_the_run_and_renamed_to_fit(records: Path) -> None:
@@ -207,17 +201,10 @@ def test_a_data_hash_that_differs(records: Path) -> None:
     only(problems(records), path, "data.train_shards[0].sha256", "expected c3ae961c6afb...")
 
 
-def test_a_clock_longer_than_the_wall(records: Path) -> None:
-    path = the_run(records, 1)
-    rewrite(path, "wall_seconds", value=50.0)
-    only(problems(records)[:1], path, "wall_seconds", "at least the sum of all ledger entries")
-
-
 def test_a_future_and_a_reversed_date(records: Path) -> None:
     found = problems(records, START)
-    assert len(found) == 6 and all(
-        "a time before now, 2026-01-31T12:00:00Z" in text for text in found
-    )
+    assert len(found) == 6
+    assert all("a time before now, 2026-01-31T12:00:00Z" in text for text in found)
     path = forge(
         records,
         the_run(records, 1),
@@ -225,13 +212,6 @@ def test_a_future_and_a_reversed_date(records: Path) -> None:
         started="2026-01-31T12:00:31+00:00",
     )
     only(problems(records)[:1], path, "ended", "a time after started")
-
-
-def test_a_run_from_before_its_plan(records: Path) -> None:
-    early = START - timedelta(hours=1)
-    times = {"started": early.isoformat(), "ended": (early + timedelta(seconds=80)).isoformat()}
-    path = forge(records, the_run(records, 1), **times)
-    only(problems(records), path, "started", "a time after plan-")
 
 
 def test_an_extra_run_in_a_planned_folder(records: Path) -> None:
@@ -272,7 +252,7 @@ def test_a_file_that_was_cut_is_named(records: Path, kind: str) -> None:
         assert any(text.startswith(f"{path}") for text in problems(records)), length
 
 
-def test_a_run_that_was_put_in_another_order_or_shortened_is_named(records: Path) -> None:
+def test_a_run_reordered_or_shortened_is_named(records: Path) -> None:
     path = the_run(records, 2)
     run = json.loads(path.read_text())
     for other in (
@@ -297,11 +277,6 @@ def test_markup_in_a_name_with_new_hashes(records: Path) -> None:
     )
 
 
-def test_a_state_that_is_not_the_seeds(records: Path) -> None:
-    path = forge(records, the_run(records, 2), initial_state="0" * 15 + "1")
-    only(problems(records), path, "seed", "expected 1, because the run began in the state of")
-
-
 def test_the_hash_is_that_of_fields_as_json() -> None:
     fields = {"A": 1, "B": (1, 2), "C": "ü", "D": None, "E": 1e-10}
     assert recipe_hash("source\n", json.loads(json.dumps(fields))) == recipe_hash(
@@ -315,11 +290,7 @@ def test_a_plan_that_is_broken(records: Path) -> None:
         (("runs", 0, "seed"), -1, "field 'runs[0].seed': expected a whole number of 0 or more"),
         (("runs", 0, "folder"), "../x", "field 'runs[0].folder': expected a name"),
         (("kind",), "luck", "field 'kind': expected 'seeds' or 'race'"),
-        (
-            ("runs",),
-            [],
-            "field 'runs': expected a folder of its own for every run, found 0 runs in 0 folders",
-        ),
+        (("runs",), [], "field 'runs': expected a folder of its own for every run"),
         (("runs", 0, "folder"), "2-stdlib-s2", "found 3 runs in 2 folders"),
         (("made",), "soon", "field 'made': expected a UTC time"),
     ]:
@@ -331,7 +302,7 @@ def test_a_plan_that_is_broken(records: Path) -> None:
     assert "is not a record" in problems(records)[0]
 
 
-def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: Path) -> None:
+def test_a_run_lists_as_many_parameters_as_others_of_its_recipe(tmp_path: Path) -> None:
     table = {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}}
     counts = {"parameters": 800, "active_parameters": 800, "parameter_table": table}
     store.add(
@@ -353,7 +324,7 @@ def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: 
     )
 
 
-def test_a_second_range_that_is_another_in_another_run_on_the_same_tokens(tmp_path: Path) -> None:
+def test_a_second_range_is_one_in_all_runs_on_the_same_tokens(tmp_path: Path) -> None:
     second = {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}
     store.add(
         [make_series(tmp_path / "series", [60.0, 75.0, 61.0], holdout=second)], tmp_path / "records"

@@ -15,12 +15,7 @@ from ..record.synthetic_runs import START, as_run, make_run, make_series, source
 from .races import CHILD, PARENT, entries, make_race
 
 FIRST_SHARD = as_run()["data"]["train_shards"][0]
-OTHER = {
-    "val_sha256": "ab" * 32,
-    "fingerprint": "cc" * 8,
-    "val_fingerprint": "ff" * 8,
-    "name": "stdlib",
-}
+OTHER = dict(val_sha256="ab" * 32, fingerprint="cc" * 8, val_fingerprint="ff" * 8, name="stdlib")
 
 
 def on(**changes) -> dict:
@@ -62,13 +57,9 @@ DAMAGE = {
         position=as_run()["data"]["position"] | {"shuffle": "block"},
     ),
     "of a tree with changes": {"git": {"commit": "c0ffee00", "dirty": True}},
-    "cut short": {
-        "asked_steps": 4,
-        "steps": 4,
-        "planned_steps": 300,
-        "status": "stopped",
-        "losses": [3.9, 4.0, 4.2],
-    },
+    "cut short": dict(
+        asked_steps=4, steps=4, planned_steps=300, status="stopped", losses=[3.9, 4.0, 4.2]
+    ),
 }
 
 
@@ -101,7 +92,7 @@ def test_runs_on_other_data_are_an_entry_that_says_so(valid, tmp_path):
     assert why == [["validated on other tokens than the track's"]]
 
 
-def test_an_earlier_run_on_other_data_takes_no_track_that_pins_its_own(records, tmp_path):
+def test_an_earlier_run_on_other_data_takes_no_pinned_track(records, tmp_path):
     pins = f'val_sha256 = "{"dd" * 32}"\ntrain_sha256 = "{FIRST_SHARD["sha256"]}"\n[hardware]'
     path = records / "stdlib/cpu/track.toml"
     path.write_text(path.read_text().replace("[hardware]", pins))
@@ -132,7 +123,7 @@ def test_more_shards_on_disk_or_a_longer_run_are_the_same_data(records, tmp_path
     assert entry["valid"] and len(entry["runs"] + entry["again"]) == 5
 
 
-def test_a_second_shard_is_other_data_where_the_first_is_pinned_too(records, tmp_path):
+def test_a_second_shard_is_other_data_where_the_first_is_pinned(records, tmp_path):
     path = records / "stdlib/cpu/track.toml"
     pins = f'val_sha256 = "{"dd" * 32}"\ntrain_sha256 = "{"ab" * 32}"\n[hardware]'
     path.write_text(path.read_text().replace("[hardware]", pins))
@@ -142,7 +133,7 @@ def test_a_second_shard_is_other_data_where_the_first_is_pinned_too(records, tmp
     assert why == [[], ["trained on other shards than the track's"]]
 
 
-def test_asking_for_the_whole_schedule_in_steps_starts_no_new_entry(records, tmp_path):
+def test_asking_for_all_steps_starts_no_new_entry(records, tmp_path):
     store.add([make_series(tmp_path / "s", [60.0, 61.0, 62.0], [1.390, 1.391, 1.389])], records)
     store.add(
         [two_days_later(tmp_path / "t", losses=[1.390, 1.391, 1.389], asked_steps=99_999)], records
@@ -284,9 +275,7 @@ def test_a_run_of_unknown_data_does_not_count(valid, tmp_path, monkeypatch):
     ],
     ids=["devices", "machine", "order"],
 )
-def test_a_round_that_did_not_run_in_turn_on_one_machine_is_no_observation(
-    records, tmp_path, changes
-):
+def test_a_round_not_in_turn_on_one_machine_does_not_count(records, tmp_path, changes):
     folder = make_race(
         tmp_path / "race", PARENT, CHILD, [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0]
     )

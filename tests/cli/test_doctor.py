@@ -48,15 +48,11 @@ def cache(tmp_path, monkeypatch):
 def test_what_is_there(cache, capsys):
     doctor.doctor(json_=True)
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["devices"]["platform"] == "cpu"
-        and found["devices"]["count"] == 8
-        and found["problem"] is None
-    )
+    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] == 8
+    assert found["problem"] is None
     assert found["attention"] == {"backend": "xla", "why": "the only backend on a CPU"}
-    assert found["fp8"]["matmuls"] == "emulated" and found["machine"]["cores"] == len(
-        os.sched_getaffinity(0)
-    )
+    assert found["fp8"]["matmuls"] == "emulated"
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert 0 < found["machine"]["available_memory"] < found["machine"]["memory"]
     assert found["cache"]["programs"] == 1234 and found["cache"]["saved"] == 777
     assert found["cache"]["folder"] == str(cache)
@@ -64,10 +60,8 @@ def test_what_is_there(cache, capsys):
         path.stat().st_size for path in (cache / "data").rglob("*") if path.is_file()
     )
     begun, broken, mine = found["data"]
-    assert (
-        "run jspeed prepare again to resume" in begun["problem"]
-        and "manifest.json" in broken["problem"]
-    )
+    assert "run jspeed prepare again to resume" in begun["problem"]
+    assert "manifest.json" in broken["problem"]
     assert (mine["name"], mine["tokenizer"], mine["problem"]) == ("mine", "bytes", None)
     assert sum(mine["tokens"].values()) == 16 * 300 + 2  # a BOS before each of the two parts
     assert found["extras"]["parquet"]["installed"] == (
@@ -86,16 +80,9 @@ def test_one_screen(cache, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     labels = [line[: doctor.LABEL].strip() for line in lines if line[0] != " "]
-    assert labels == [
-        "jspeed",
-        "repository",
-        "Python",
-        "packages",
-        "machine",
-        "devices",
-        "attention",
-        "FP8",
-    ] + [*("cache", "data", "extras", "launcher")]
+    assert labels == "jspeed repository Python packages machine devices attention FP8".split() + [
+        *("cache", "data", "extras", "launcher")
+    ]
     assert any("mine: train " in line and line.endswith("tokens of bytes") for line in lines)
 
 
@@ -108,10 +95,8 @@ def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     doctor.doctor()
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "devices Unable to initialize backend 'cuda': no device cache" in shown
-        and "launcher RANK" in shown
-    )
+    assert "devices Unable to initialize backend 'cuda': no device cache" in shown
+    assert "launcher RANK" in shown
 
 
 @pytest.mark.parametrize(

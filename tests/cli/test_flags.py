@@ -125,9 +125,8 @@ def test_nothing_asked_is_answered_with_help(capsys):
     with pytest.raises(SystemExit) as ended:
         main.call([])
     out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "") and all(
-        f"  {name}" in err for name in satellites.COMMANDS
-    )
+    assert (ended.value.code, out) == (2, "")
+    assert all(f"  {name}" in err for name in satellites.COMMANDS)
 
 
 def given(
@@ -205,7 +204,7 @@ def test_the_fields_of_a_dataclass_are_flags(capsys):
     assert places == sorted(places)
 
 
-def test_the_words_after_a_command_that_takes_them_are_left_alone():
+def test_the_words_after_a_command_are_left_alone():
     def launch(
         sure: bool = False,
         number: int = 0,
@@ -215,11 +214,9 @@ def test_the_words_after_a_command_that_takes_them_are_left_alone():
         global got
         got = (sure, number, rest)
 
-    launch.__annotations__ = {
-        "sure": bool,
-        "number": int,
-        "rest": Annotated[tuple[str, ...], Wants("REST", True)],
-    }
+    launch.__annotations__ = dict(
+        sure=bool, number=int, rest=Annotated[tuple[str, ...], Wants("REST", True)]
+    )
     parse(
         Command(launch, rest="rest"),
         "--sure --number 2 run --sure --number 3 -h -- x".split(),
@@ -237,9 +234,7 @@ def test_the_first_screen_is_there_at_once(words):
 
 
 @pytest.mark.parametrize(("devices", "kept"), [("", False), ("0", True)])
-def test_a_cuda_plugin_that_cannot_start_is_news_only_where_there_is_a_gpu(
-    monkeypatch, devices, kept
-):
+def test_a_cuda_plugin_that_fails_is_news_only_beside_a_gpu(monkeypatch, devices, kept):
     logger = logging.getLogger("jax._src.xla_bridge")
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)

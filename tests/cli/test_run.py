@@ -28,7 +28,7 @@ def gpus(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_a_first_run_on_gpus_ends_with_the_lines_that_train_the_record_s_recipe(gpus, capsys):
+def test_a_first_run_on_gpus_says_how_to_train_the_record(gpus, capsys):
     run.say_what_next(Options(sample=False))
     _, fetch, train = capsys.readouterr().out.splitlines()
     program, *words = shlex.split(fetch)
@@ -97,21 +97,9 @@ def test_a_layout_is_shown_of_what_would_run(options, words, capsys):
 @pytest.mark.parametrize(
     ("options", "given", "words"),
     [
-        (
-            {"set_": ("LANES=8",)},
-            {"show_recipe": True},
-            "--show-recipe prints .* --set would have no effect",
-        ),
-        (
-            {},
-            {"show_layout": True, "plan": "n=4"},
-            "--show-layout prints .* --plan would have no effect",
-        ),
-        (
-            {"processes": 2, "process_id": 0},
-            {"show_tiles": "embed"},
-            "--processes, --process-id would have no effect",
-        ),
+        ({"set_": ("LANES=8",)}, {"show_recipe": True}, "--show-recipe prints .* --set would have"),
+        ({}, {"show_layout": True, "plan": "n=4"}, "--show-layout prints .* --plan would have no"),
+        ({"processes": 2, "process_id": 0}, {"show_tiles": "embed"}, "--processes, --process-id"),
     ],
 )
 def test_what_is_only_shown_refuses_what_it_does_not_use(options, given, words):

@@ -67,7 +67,7 @@ def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
     assert distributed.JAX_LIMIT > distributed.LIMIT
 
 
-def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
+def test_processes_stop_after_the_furthest_step_of_any(monkeypatch):
     """Process 1 has published that it is in step 7 when process 0 is asked to stop in step 5."""
     store = Store({"jspeed/steps/1": "7"})
     monkeypatch.setattr(graceful_stop, "client", lambda: store)
@@ -120,13 +120,9 @@ def peer(monkeypatch):
         exits.append(given)
         raise SystemExit
 
-    for name, value in {
-        "_received": {},
-        "_handlers": {},
-        "_lost": set(),
-        "_threads": [],
-        "_exit": end,
-    }.items():
+    for name, value in dict(
+        _received={}, _handlers={}, _lost=set(), _threads=[], _exit=end
+    ).items():
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure, "TICK", 0.05)
     monkeypatch.setattr(failure, "process_index", lambda: 1)
@@ -141,7 +137,7 @@ def listen(near):
         failure._listen(0, near)
 
 
-def test_a_message_in_parts_is_one_and_its_first_value_counts_also_before_its_call_is_there(peer):
+def test_a_message_in_parts_is_one_also_before_its_call(peer):
     near, far, exits = peer
     far.sendall(b'[]\n["st')
     threading.Timer(

@@ -22,12 +22,9 @@ from .test_failure import Store
 def test_a_single_process_has_nothing_to_join(monkeypatch, tmp_path, capsys):
     with jspeed.join() as processes:
         assert (processes.index, processes.count) == (0, 1)
-        found = {
-            "loss": np.float32(1.5),
-            "of": jnp.arange(2),
-            "at": (np.int64(3), None),
-            "good": np.bool_(True),
-        }
+        found = dict(
+            loss=np.float32(1.5), of=jnp.arange(2), at=(np.int64(3), None), good=np.bool_(True)
+        )
         assert processes.gather(found) == [
             {"loss": 1.5, "of": [0, 1], "at": [3, None], "good": True}
         ]
@@ -37,10 +34,8 @@ def test_a_single_process_has_nothing_to_join(monkeypatch, tmp_path, capsys):
         print("heard")
         with pytest.raises(TypeError, match="is no JSON: a set"):
             processes.gather({1, 2})
-    assert (
-        json.loads((tmp_path / "result").read_text()) == {"loss": 2.5}
-        and capsys.readouterr().out == "heard\n"
-    )
+    assert json.loads((tmp_path / "result").read_text()) == {"loss": 2.5}
+    assert capsys.readouterr().out == "heard\n"
     with pytest.raises(ZeroDivisionError), jspeed.join():
         1 / 0  # noqa: B018
     for code in (None, 3):
@@ -60,9 +55,8 @@ def test_half_of_a_launchers_variables_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end, jspeed.join():
         pass
-    assert end.value.code == 2 and capsys.readouterr().err.startswith(
-        "error: RANK, WORLD_SIZE set without MASTER_"
-    )
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: RANK, WORLD_SIZE set without MASTER_")
 
 
 @pytest.fixture
@@ -80,14 +74,12 @@ def store(monkeypatch):
     return store
 
 
-def test_values_come_by_index_and_a_gather_that_others_leave_out_is_a_sentence(store):
+def test_a_gather_that_others_leave_out_is_a_sentence(store):
     """Process 10, whose key comes before that of 2, is at the end of its block while the others
     gather once more."""
     processes = Processes(1, 11)
     assert processes.gather(np.int32(1)) == list(range(11))
-    assert "at the end of jspeed.join() (process 10); call it on all" in said(
-        lambda: processes.gather(1)
-    )
+    assert "at the end of jspeed.join() (process 10)" in said(lambda: processes.gather(1))
 
 
 def test_a_gather_after_the_end_is_an_error():
@@ -128,11 +120,7 @@ RAISES = 'if processes.index == 1: raise ValueError("no such layer")'
                 (RAISES.replace("1", "0"), 70, "error: process 0: ValueError: no such layer"),
                 ("if processes.index == 1: sys.exit(3)", 3, "error: process 1: sys.exit(3)"),
                 ("if processes.index == 0: sys.exit('no')", 1, "error: process 0: no"),
-                (
-                    "if processes.index == 0: break_",
-                    70,
-                    "error: process 0: NameError: name 'break_' is not defined",
-                ),
+                ("if processes.index == 0: break_", 70, "error: process 0: NameError"),
                 (
                     "if processes.index == 1: __import__('os')._exit(5)",
                     5,
@@ -150,9 +138,7 @@ RAISES = 'if processes.index == 1: raise ValueError("no such layer")'
         ),
     ],
 )
-def test_what_is_wrong_on_one_ends_both_while_the_other_is_in_a_collective(
-    tmp_path, wrong, code, line
-):
+def test_an_error_on_one_ends_both_within_a_collective(tmp_path, wrong, code, line):
     (tmp_path / "sums.py").write_text(textwrap.dedent(SUMS).replace("WRONG", wrong))
     before = time.monotonic()
     flags = [

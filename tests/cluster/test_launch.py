@@ -28,12 +28,7 @@ def launch(tmp_path):
             "import os, signal, sys, time\n" + textwrap.dedent(program)
         )
         command = [*LAUNCH, *flags.split(), "program.py", "--flag", "of the program"]
-        settings = {
-            "cwd": tmp_path,
-            "text": True,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-        }
+        settings = dict(cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if start:
             started.append(subprocess.Popen(command, **settings))
             return started[-1]
@@ -100,10 +95,8 @@ def test_results_of_every_process_are_gathered(launch, tmp_path):
         {"rank": 2, "exit_code": -9},
     ]
     lost = launch("--results nowhere/all.json", program)
-    assert (
-        lost.returncode == 2
-        and "--results nowhere/all.json: there is no folder nowhere" in lost.stderr
-    )
+    assert lost.returncode == 2
+    assert "--results nowhere/all.json: there is no folder nowhere" in lost.stderr
 
 
 @pytest.mark.slow
@@ -242,7 +235,7 @@ def test_a_dry_run_of_one_node_has_its_address(capsys):
     assert "MASTER_ADDR=127.0.0.1 " in capsys.readouterr().out
 
 
-def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch, tmp_path):
+def test_unreadable_results_change_no_exit_code_but_0(launch, tmp_path):
     program = """
     open(os.environ["JSPEED_RESULT"], "w").write("{half")
     os.rename("there", "gone")
@@ -251,9 +244,8 @@ def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch
     for code, expected in ((0, 2), (1, 1)):
         (tmp_path / "there").mkdir()
         done = launch("--results there/all.json", program.replace('os.environ["CODE"]', str(code)))
-        assert (
-            done.returncode == expected and "error: there/all.json cannot be written" in done.stderr
-        )
+        assert done.returncode == expected
+        assert "error: there/all.json cannot be written" in done.stderr
         (tmp_path / "gone").rmdir()
     program = """open(os.environ["JSPEED_RESULT"], "w").write("{half")"""
     assert launch("--results all.json", program).returncode == 0

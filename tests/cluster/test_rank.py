@@ -6,13 +6,7 @@ from jspeed.base.accelerators import visible_gpus
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.errors import BadInput
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-}
+TORCHRUN = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="node0")
 TORCHRUN |= {"MASTER_PORT": "29500"}
 # What srun (22.05) sets for task 2 of a step, the shell of `salloc -n 4` where it is a step, and a
 # batch script.
@@ -40,36 +34,22 @@ OPEN_MPI = mpi("OMPI_COMM_WORLD", 1, 3, 1, 3)
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 # Within Slurm, Hydra starts its processes from one that srun starts on each node: both have these.
 IN_PROXY = SALLOC | {"SLURM_NTASKS": "2"}
-PALS = {
-    "PALS_RANKID": "1",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "2",
-    "PALS_NODEID": "0",
-    "PALS_APID": "j",
-}
-FLUX = {
-    "FLUX_TASK_RANK": "5",
-    "FLUX_JOB_SIZE": "7",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_NNODES": "2",
-}
+PALS = dict(
+    PALS_RANKID="1", PALS_LOCAL_RANKID="1", PALS_LOCAL_SIZE="2", PALS_NODEID="0", PALS_APID="j"
+)
+FLUX = dict(FLUX_TASK_RANK="5", FLUX_JOB_SIZE="7", FLUX_TASK_LOCAL_ID="1", FLUX_JOB_NNODES="2")
 # Ports are a hash of the job.
 HERE, N1 = "127.0.0.1:61440", "n1:62343"
 # What Kubeflow's Trainer 2 and Training Operator 1 set:
 # https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/jax/jax.go
 # https://github.com/kubeflow/training-operator/blob/release-1.9/pkg/controller.v1/jax/envvar.go
-TRAINER = {
-    "JAX_PROCESS_ID": "1",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:29500",
-}
+TRAINER = dict(
+    JAX_PROCESS_ID="1", JAX_NUM_PROCESSES="2", JAX_COORDINATOR_ADDRESS="job-node-0-0.job:29500"
+)
 TRAINER |= {"JAX_COORDINATOR_PORT": "29500"}
-JAXJOB = {
-    "PROCESS_ID": "1",
-    "NUM_PROCESSES": "2",
-    "COORDINATOR_ADDRESS": "job-worker-0",
-    "COORDINATOR_PORT": "6666",
-}
+JAXJOB = dict(
+    PROCESS_ID="1", NUM_PROCESSES="2", COORDINATOR_ADDRESS="job-worker-0", COORDINATOR_PORT="6666"
+)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +249,7 @@ def test_flags_come_before_variables():
         # One of several by Slurm, but not by what a shell has from elsewhere; and the other way
         # round.
         ("RANK is 0 but SLURM_PROCID is 2", SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, ()),
-        (
-            "WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS is 4",
-            SLURM | {"RANK": "2", "WORLD_SIZE": "1"},
-            (),
-        ),
+        ("WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS", SLURM | {"RANK": "2", "WORLD_SIZE": "1"}, ()),
         ("WORLD_SIZE is 8 but SLURM_STEP_NUM_TASKS is 4", SLURM | SBATCH | {"WORLD_SIZE": "8"}, ()),
         ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SLURM | ONE | SBATCH, ()),
         ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SALLOC | SBATCH, ()),

@@ -87,9 +87,7 @@ def test_what_cannot_be_read_whole_is_refused(tmp_path, ending):
 def test_zstd_needs_a_package(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"content")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install 'jspeed\[parquet\]'"
-    ):
+    with pytest.raises(BadInput, match=r"a.txt.zst needs pyarrow .*\[parquet\]'"):
         read(tmp_path / "a.txt.zst")
 
 
@@ -110,7 +108,7 @@ def test_places_count_the_mark(tmp_path):
         read(tmp_path / "a.txt")
 
 
-def test_a_mark_is_no_symbol_of_a_data_set_and_no_part_of_a_prompt(tmp_path):
+def test_a_mark_is_no_symbol_and_no_part_of_a_prompt(tmp_path):
     (tmp_path / "names.txt").write_bytes(codecs.BOM_UTF8 + b"emma")
     assert some_text(tmp_path / "names.txt") == "emma" == read_prompt(None, tmp_path / "names.txt")
 

@@ -177,12 +177,8 @@ def test_no_network_no_room_no_such_shard(hub, tmp_path):
         ({"HF_HUB_OFFLINE": "1"}, "cannot be asked for its files (OfflineModeIsEnabled"),
     ):
         code, out, err = fineweb(hub, tmp_path, 1, **environment)
-        assert (
-            (code, out) == (2, "")
-            and err.count("\n") == 1
-            and words in err
-            and "HF_ENDPOINT" in err
-        )
+        assert (code, out) == (2, "") and err.count("\n") == 1 and words in err
+        assert "HF_ENDPOINT" in err
     code, out, err = fineweb(hub, tmp_path, 104)
     assert (code, out) == (2, "") and "FineWeb 10B has 103 training shards" in err
     code, out, err = fineweb(hub, tmp_path, 4)
@@ -225,11 +221,8 @@ def test_fetch(hub, url, tmp_path, faults, gets):
     counted = []
     file = Download("text.txt", url, SHA)
     path = download.fetch(file, tmp_path / "new", lambda count, total: counted.append(count))
-    assert (
-        path.read_bytes() == TEXT
-        and os.listdir(path.parent) == ["text.txt"]
-        and hub.gets["text.txt"] == gets
-    )
+    assert path.read_bytes() == TEXT and os.listdir(path.parent) == ["text.txt"]
+    assert hub.gets["text.txt"] == gets
     assert download.fetch(file, path.parent) == path and hub.gets["text.txt"] == gets
     assert sum(counted) == len(TEXT)
 

@@ -196,7 +196,7 @@ def test_symbols_refuse_what_they_lack():
         tokenizer.encode(b"abc")
 
 
-def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_path):
+def test_the_data_of_recipes_have_the_expected_tokenizers(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     made = {
         "names": named_data_sets.prepare_names(tmp_path / "names", tmp_path / "a.txt"),

@@ -75,9 +75,8 @@ def test_any_text_comes_back(texts, shard_tokens, ending):
         manifest = check_manifest(out)
         train, val = (Counter(byte_documents(out, split)) for split in ("train", "val"))
         if cut:
-            assert (
-                b"".join([*train, *val]) == next(iter(wanted)) and train.total() == val.total() == 1
-            )
+            assert b"".join([*train, *val]) == next(iter(wanted))
+            assert train.total() == val.total() == 1
         else:
             assert train + val == wanted and not train.keys() & val.keys()
         for split in ("train", "val"):
@@ -144,9 +143,7 @@ def test_a_shard_size_out_of_range_is_refused(tmp_path, size):
 
 def test_more_shards_than_their_names_can_number_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "MOST_SHARDS", 2)
-    with pytest.raises(
-        BadInput, match="shards of 10 tokens are more than 2 files; give larger ones"
-    ):
+    with pytest.raises(BadInput, match="shards of 10 tokens are more than 2 files"):
         prepare_bytes(
             jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10
         )
@@ -155,9 +152,7 @@ def test_more_shards_than_their_names_can_number_are_refused(tmp_path, monkeypat
 
 def test_a_seed_that_chooses_nothing_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one text " * 20)
-    with pytest.raises(
-        BadInput, match="--seed 3: the input is one document, whose last part validates"
-    ):
+    with pytest.raises(BadInput, match="--seed 3: the input is one document"):
         prepare_bytes(tmp_path / "a.txt", out=tmp_path / "o", seed=3)
     assert os.listdir(tmp_path) == ["a.txt"]
 
@@ -231,13 +226,7 @@ def test_folders_files_and_endings(tmp_path):
     (folder / "empty.txt").touch()
     (tmp_path / "alone.txt").write_text("before")
     files = sources.text_files([tmp_path / "alone.txt", folder, folder / "c.txt.xz"])
-    assert [name for name, _ in files] == [
-        "alone.txt",
-        "a.jsonl",
-        "b/z.txt",
-        "c.txt.xz",
-        "empty.txt",
-    ]
+    assert [name for name, _ in files] == "alone.txt a.jsonl b/z.txt c.txt.xz empty.txt".split()
     assert all_documents(*(path for _, path in files)) == [
         b"before",
         b"first",
@@ -310,12 +299,8 @@ def test_every_text_of_a_folder_is_read(tmp_path):
         if path.name != "data.csv":
             assert sources.text_files([path])  # by its name too
     code, stdout, err = script("text", folder, "--out", tmp_path / "out", "--tokenizer", "bytes")
-    assert (
-        code == 0
-        and err.count("\n") == 1
-        and err.endswith(": data.csv\n")
-        and err.startswith("note: 1 of ")
-    )
+    assert code == 0 and err.count("\n") == 1 and err.endswith(": data.csv\n")
+    assert err.startswith("note: 1 of ")
     assert (
         sum(
             check_manifest(tmp_path / "out")["splits"][part]["documents"]
@@ -410,10 +395,8 @@ def test_separators_and_own_validation_files(tmp_path, separator):
     ]
     assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
     manifest = json.loads((out / "manifest.json").read_text())
-    assert (
-        manifest["mark"] == separator
-        and manifest["bos_id"] == {"after": 256, "none": None}[separator]
-    )
+    assert manifest["mark"] == separator
+    assert manifest["bos_id"] == {"after": 256, "none": None}[separator]
     assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
     # already there
     assert prepare_bytes(train, out=out, val_input=[val], end_of_text=separator) == out
@@ -438,16 +421,7 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "string",
-        "large_string",
-        "string_view",
-        "binary",
-        "large_binary",
-        "binary_view",
-        "dictionary",
-    ],
+    "kind", "string large_string string_view binary large_binary binary_view dictionary".split()
 )
 def test_text_of_any_type_of_parquet(tmp_path, kind):
     """All but the first two were refused, for lacking the column."""
@@ -537,19 +511,9 @@ def test_ten_short_lines_train(tmp_path):
     """One document of 300 bytes: its last tenth is for validation."""
     lines = [f"line {n}: the quick brown fox {n}\n" for n in range(10)]
     (tmp_path / "ten.txt").write_text("".join(lines))
-    done = call(
-        tmp_path, "prepare.py", "text", "ten.txt", "--tokenizer", "bytes", "--out", "shards"
-    )
+    done = call(tmp_path, *"prepare.py text ten.txt --tokenizer bytes --out shards".split())
     assert done.code == 0, done.err
-    sets = [
-        "WIDTH=16",
-        "LAYERS=1",
-        "HEADS=1",
-        "MLP_WIDTH=16",
-        "LANES=8",
-        "LANE_LEN=8",
-        "EVAL_LEN=8",
-    ]
+    sets = "WIDTH=16 LAYERS=1 HEADS=1 MLP_WIDTH=16 LANES=8 LANE_LEN=8 EVAL_LEN=8".split()
     run = ["--data", "shards", "--run-dir", "run", "--steps", 20, "--no-sample"]
     done = call(tmp_path, "speedrun.py", "stdlib", *run, "--set", *sets, "EVAL_TOKENS=16")
     assert done.code == 0, done.err

@@ -98,9 +98,8 @@ def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, monkeypatc
         )
         == wanted
     )
-    assert len(encoded) == len(list(chunks.pieces([source]))) - 5 and os.listdir(
-        tmp_path / "new"
-    ) == ["out"]
+    assert len(encoded) == len(list(chunks.pieces([source]))) - 5
+    assert os.listdir(tmp_path / "new") == ["out"]
 
 
 def test_work_of_other_inputs_is_neither_resumed_nor_removed(tmp_path, capfd, monkeypatch):
@@ -149,9 +148,7 @@ def test_a_full_disk_keeps_the_work(tmp_path, monkeypatch):
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(
-        BadInput, match="No space left on device.*the same command resumes after 1[0-9] documents"
-    ):
+    with pytest.raises(BadInput, match="No space left.*resumes after 1[0-9] documents"):
         prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)
     assert not (tmp_path / "new" / "out").exists()
     room = 10**6

@@ -123,11 +123,8 @@ def test_gpt2_s_own_files_are_known(tmp_path):
     made, vocabulary = openai_s()
     path, listed = tmp_path / "tokenizer.json", tmp_path / "vocab.json"
     listed.write_text(json.dumps(vocabulary, ensure_ascii=False, indent=1))
-    assert (
-        is_gpt2(listed)
-        and is_gpt2(saved(path, made, "<|endoftext|>"))
-        and is_gpt2(saved(path, made, "[PAD]"))
-    )
+    assert is_gpt2(listed) and is_gpt2(saved(path, made, "<|endoftext|>"))
+    assert is_gpt2(saved(path, made, "[PAD]"))
     described = json.loads(path.read_text())
     with_space = described["pre_tokenizer"] | {"add_prefix_space": True}
     named = {"id": 50_258, "content": "<name>", "special": False}
@@ -189,9 +186,7 @@ def test_a_gpt2_of_ids_that_nothing_explains_is_refused(tmp_path, ids, file):
     if file:
         (tmp_path / file).touch()
     what = f"its {file} is not GPT-2's" if file else f"it has {ids:,} ids, not GPT-2's"
-    with pytest.raises(
-        BadInput, match=f"has no tokenizer.json that says how text becomes ids, and {what}"
-    ):
+    with pytest.raises(BadInput, match=f"has no tokenizer.json .*, and {what}"):
         gpt2_facts(tmp_path, {"vocab_size": ids})
 
 
@@ -308,8 +303,7 @@ def test_a_wide_encoding_of_tiktoken(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
     tokenizer = tokenizers.named_tokenizer("o200k_base")
     ids = tokenizer.encode(b"\xc3\xbfx zz")
-    assert (
-        ids.dtype == np.uint32 and ids.max() > 30_000 and tokenizer.decode(ids) == b"\xc3\xbfx zz"
-    )
+    assert ids.dtype == np.uint32 and ids.max() > 30_000
+    assert tokenizer.decode(ids) == b"\xc3\xbfx zz"
     assert tokenizer.bos_id == 66_000 and tokenizer.decode([65_900, 66_000, 97]) == b"a"
     assert tokenizer.byte_lengths().shape == (66_001,)

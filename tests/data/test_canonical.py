@@ -38,10 +38,8 @@ def test_as_many_bytes_are_set_as_record_91_printed(made):
     _, _, mask = made
     assert mask.shape == (SIZE, SIZE // 8) and mask.dtype == np.uint8 and not mask.flags.writeable
     assert np.count_nonzero(mask) == 58_810_565
-    assert (
-        not mask[50_256:].any()
-        and not is_set(mask, np.arange(SIZE), np.arange(50_256, SIZE)[:, None]).any()
-    )
+    assert not mask[50_256:].any()
+    assert not is_set(mask, np.arange(SIZE), np.arange(50_256, SIZE)[:, None]).any()
 
 
 def test_no_neighbours_of_real_text_are_ruled_out(made):
@@ -87,11 +85,7 @@ def test_fewer_merges_rule_out_less(made):
     [
         ([b"a"], 0, "a mask of 1 tokens in 0 columns; expected as many columns as tokens or more"),
         ([b"a"], 12, "a multiple of 8"),
-        (
-            [b"a", b"ab"],
-            8,
-            'token 1, "ab", is not made of two earlier tokens; expected byte pairs in the order',
-        ),
+        ([b"a", b"ab"], 8, 'token 1, "ab", is not made of two earlier tokens'),
         ([b"a", b"b", b"abab"], 8, 'token 2, "abab", is not made'),
     ],
 )
@@ -102,7 +96,5 @@ def test_refused(tokens, size, why):
 
 def test_a_mask_that_no_machine_has_the_memory_for_is_refused():
     for size in (2**26, 2**33, 2**63):
-        with pytest.raises(
-            BadInput, match="MB in one piece, which this machine does not have; lower its size"
-        ):
+        with pytest.raises(BadInput, match="MB in one piece, .* lower its size"):
             canonical_mask([b"a"], size)

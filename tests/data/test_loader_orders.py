@@ -66,18 +66,15 @@ def windows(shards, lanes, length, seed, step):
     st.integers(0, 99),
     st.sampled_from([1, 2, 4]),
 )
-def test_random_windows_are_those_of_the_rule_and_go_on_on_other_processes(
-    lengths, length, seed, processes
-):
+def test_random_windows_follow_the_rule_on_other_processes_too(lengths, length, seed, processes):
     shards = [1000 * i + np.arange(n) for i, n in enumerate([length + 1, *lengths])]
     same = {"lanes": 4, "lane_len": length, "shuffle": Shuffle(seed, unit="window"), "epochs": None}
     loader = TokenLoader(shards_of(*shards), **same)
     for step in range(4):
         batch = next(loader)
         assert batch.tokens.tolist() == windows(shards, 4, length, seed, step)
-        assert (
-            np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1]) and batch.dropped_tokens == 0
-        )
+        assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+        assert batch.dropped_tokens == 0
     rest = [
         TokenLoader(shards_of(*shards), process_index=index, process_count=processes, **same)
         for index in range(processes)
@@ -138,9 +135,6 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
     batch = next(TokenLoader(shards, max_docs=3, **arguments))
     with jax.transfer_guard("disallow"):
         tokens = put_rows(batch.tokens, sharding)
-    assert (
-        tokens.shape == (4, 7)
-        and tokens.dtype == np.uint16
-        and len(tokens.sharding.device_set) == 4
-    )
+    assert tokens.shape == (4, 7) and tokens.dtype == np.uint16
+    assert len(tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(tokens, batch.tokens)

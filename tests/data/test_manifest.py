@@ -56,41 +56,20 @@ BAD = [
     (put("symbols", "abc"), "'symbols': expected a list of different characters, found 'abc'"),
     (put("symbols", ["a", "bc"]), "'symbols': expected a list of different characters"),
     (put("symbols", ["a", "a"]), "'symbols': expected a list of different characters"),
-    (
-        put("symbols", [chr(i) for i in range(300)]),
-        "'symbols': expected at most vocab_size, 257, characters, found 300",
-    ),
-    (
-        put("mark", "where"),
-        "'mark': expected 'before' or 'after' or 'both' or 'none', found 'where'",
-    ),
+    (put("symbols", [chr(i) for i in range(300)]), "'symbols': expected at most vocab_size, 257"),
+    (put("mark", "where"), "'mark': expected 'before' or 'after' or 'both' or 'none'"),
     (put("source", None), "'source': expected an object, found null"),
     (put("files", []), r"'files': expected a list of one or more, found \[\]"),
     (put("files", 0, 7), r"'files\[0\]': expected an object, found 7"),
-    (
-        put("files", 0, "name", "../x.bin"),
-        r"'files\[0\].name': expected the name of a .bin file in the same folder",
-    ),
-    (
-        put("files", 1, "split", "test"),
-        r"'files\[1\].split': expected 'train' or 'val', found 'test'",
-    ),
+    (put("files", 0, "name", "../x.bin"), r"'files\[0\].name': expected the name of a .bin file"),
+    (put("files", 1, "split", "test"), r"'files\[1\].split': expected 'train' or 'val'"),
     (put("files", 1, "bytes", 1e300), r"'files\[1\].bytes': expected a whole number"),
-    (
-        put("files", 1, "tokens", -5),
-        r"'files\[1\].tokens': expected a whole number of 1 or more, found -5",
-    ),
+    (put("files", 1, "tokens", -5), r"'files\[1\].tokens': expected a whole number of 1 or more"),
     (put("files", 1, "sha256", "x" * 64), r"'files\[1\].sha256': expected 64 hexadecimal digits"),
     (put("splits", "train", "tokens", 5), "'splits': expected the totals of files"),
     (put("splits", None), "'splits': expected an object, found null"),
-    (
-        lambda manifest: manifest.pop("tokenizer"),
-        "'tokenizer': expected a name, found no such field",
-    ),
-    (
-        lambda manifest: manifest["files"][1].pop("documents"),
-        r"'files\[1\].documents': expected .*, found no such field",
-    ),
+    (lambda manifest: manifest.pop("tokenizer"), "'tokenizer': expected a name"),
+    (lambda manifest: manifest["files"][1].pop("documents"), r"'files\[1\].documents'"),
     (
         lambda manifest: manifest["files"].append(manifest["files"][0]),
         "'files': expected files of different names",

@@ -59,9 +59,8 @@ def test_the_same_tokens(tmp_path, monkeypatch, names, dtype, chunk):
     total = np.dtype(dtype).itemsize * (TRAIN.size + VAL.size)
     assert sum(count for count, _ in told) == total and {total for _, total in told} == {total}
     stamp = (out / "manifest.json").stat().st_mtime_ns
-    assert (
-        prepare_tokens(folder, out) == out and (out / "manifest.json").stat().st_mtime_ns == stamp
-    )
+    assert prepare_tokens(folder, out) == out
+    assert (out / "manifest.json").stat().st_mtime_ns == stamp
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -116,11 +115,8 @@ def test_what_holds_no_tokens_of_the_tokenizer(tmp_path, change, message):
     folder = write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL))
     change(folder)
     sentence = said(lambda: prepare_tokens(folder, tmp_path / "out"))
-    assert (
-        message.format(folder) in sentence
-        and "\n" not in sentence
-        and not (tmp_path / "out").exists()
-    )
+    assert message.format(folder) in sentence and "\n" not in sentence
+    assert not (tmp_path / "out").exists()
 
 
 def test_gpt2_s_ids_need_no_vocabulary(tmp_path, monkeypatch):

@@ -85,9 +85,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(tmp_path), "iterdir", denied)
-    with pytest.raises(
-        ShardError, match=f"data folder {tmp_path} cannot be read .Permission denied"
-    ):
+    with pytest.raises(ShardError, match=f"{tmp_path} cannot be read .Permission denied"):
         find_split(tmp_path, "train")
 
 
@@ -120,9 +118,8 @@ def test_errors_are_messages_that_pickle():
     for kind in (each for each in vars(errors).values() if isinstance(each, type)):
         error = kind("one message")
         copy = pickle.loads(pickle.dumps(error))
-        assert (
-            str(copy) == "one message" and type(copy) is type(error) and isinstance(error, BadInput)
-        )
+        assert str(copy) == "one message" and type(copy) is type(error)
+        assert isinstance(error, BadInput)
     assert issubclass(ShardTruncatedError, ShardError) and issubclass(ShardFormatError, ValueError)
 
 
@@ -173,19 +170,14 @@ def test_files_of_llm_c_are_a_data_folder(tmp_path):
         (tmp_path / f"{name}.bin").write_bytes(shard_bytes(range(count)))
     assert [find_split(tmp_path, split).num_tokens for split in ("train", "val")] == [5, 3]
     (tmp_path / "hellaswag_val.bin").write_bytes(shard_bytes(magic=20240522))
-    with pytest.raises(
-        ShardFormatError, match=r"hellaswag_val.bin is not a token shard: .* but is 20240522"
-    ):
+    with pytest.raises(ShardFormatError, match=r"hellaswag_val.bin .* but is 20240522"):
         find_split(tmp_path, "val")
 
 
 def test_files_without_a_header_are_named(tmp_path):
     convert = f"convert them with `jspeed prepare tokens {tmp_path} --out DIR`"
     np.save(tmp_path / "edufineweb_train_000001.npy", np.arange(9, dtype="<u2"))
-    with pytest.raises(
-        BadInput,
-        match=f"no .bin shard in it; build-nanogpt's .npy files of tokens are none; {convert}",
-    ):
+    with pytest.raises(BadInput, match=f"no .bin shard in it; .*.npy .* are none; {convert}"):
         find_split(tmp_path, "train")
     for name in ("train.bin", "val.bin"):
         np.arange(1000, dtype="<u2").tofile(tmp_path / name)
@@ -253,9 +245,7 @@ def test_shards_may_outlive_their_files_until_they_are_mapped(tmp_path):
     path.write_bytes(shard_bytes(range(100)))
     shards = open_shards(path)
     path.write_bytes(shard_bytes(range(90)))
-    with pytest.raises(
-        ShardTruncatedError, match="had 1224 bytes when it was opened and has 1204 now"
-    ):
+    with pytest.raises(ShardTruncatedError, match="had 1224 bytes .* and has 1204 now"):
         next(TokenLoader(shards, lanes=1, lane_len=5, align=None))
 
 
@@ -268,8 +258,6 @@ def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path, second):
     path = tmp_path / f"x_{2 if second else 1}.bin"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(
-        ShardError, match=f"shard {path} cannot be read at byte 0 .not a regular file."
-    ):
+    with pytest.raises(ShardError, match=f"{path} cannot be read at byte 0 .not a regular"):
         for _ in range(6):
             next(loader)

@@ -57,14 +57,12 @@ def test_a_changed_byte_a_lost_shard_and_a_short_one_are_found(folder):
     assert err.startswith(f"error: shard {path} should have SHA-256 ") and err.count("\n") == 1
     path.write_bytes(whole[:-2])
     with pytest.raises(
-        ShardFormatError, match=f"should have {len(whole)} bytes but has {len(whole) - 2}; copy it"
+        ShardFormatError, match=f"have {len(whole)} bytes but has {len(whole) - 2};"
     ):
         verify(folder)
     os.unlink(path)
     sorted(folder.glob("*_train_*.bin"))[0].write_bytes(b"")
-    with pytest.raises(
-        ShardFormatError, match=r"should have .* but has 0 \(and 1 more shards are wrong\); copy it"
-    ):
+    with pytest.raises(ShardFormatError, match=r"has 0 \(and 1 more shards are wrong\)"):
         verify(folder)
 
 
@@ -76,17 +74,14 @@ def test_a_shard_that_the_manifest_does_not_list_is_found(folder):
         verify(folder)
 
 
-def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_path):
+def test_without_a_manifest_documents_are_counted(tmp_path):
     tokens = np.array([50256, 40, 11, 50256, 40, 40, 50256, 11])
     (tmp_path / "fineweb_train_000001.bin").write_bytes(shard_bytes(tokens))
     code, out, err = command(tmp_path, "--verify")
     assert code == 2 and "no manifest.json with the hashes to verify against" in err
     assert "documents   3" in out and "not known without manifest.json" in out
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(
-        BadInput,
-        match=r"manifest.json: expected an object with the fields of a manifest, found \[\]",
-    ):
+    with pytest.raises(BadInput, match=r"manifest.json: expected an object .* found \[\]"):
         verify(tmp_path)
     assert command(tmp_path / "none")[0] == 2
 

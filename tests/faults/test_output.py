@@ -67,23 +67,19 @@ def test_a_reader_that_takes_one_line_and_goes(tmp_path, variables, folder, both
         said = process.stderr.read() if process.stderr else ""
         assert process.wait(120) == 0 and said == ""
     found = read_run(tmp_path / "run")
-    assert (
-        found["status"] == "finished"
-        and found["reached"]
-        and (tmp_path / "run" / "loss.svg").exists()
-    )
+    assert found["status"] == "finished" and found["reached"]
+    assert (tmp_path / "run" / "loss.svg").exists()
 
 
 def test_standard_output_on_a_full_disk(tmp_path, variables, folder):
     with open("/dev/full", "w") as full:
         done = run(tmp_path, variables, folder, "--target-loss", "9", stdout=full)
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: standard output could not be written (No space"
-    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output could not be written (No space")
     assert done.stderr.count("\n") == 1 and read_run(tmp_path / "run")["reached"]
 
 
-def test_a_text_that_the_terminal_cannot_show_and_a_reader_that_goes(tmp_path, variables, folder):
+def test_a_text_that_cannot_be_shown_and_a_reader_that_goes(tmp_path, variables, folder):
     done = run(tmp_path, variables | ASCII, folder, "--steps", "2", "--sample")
     assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii(), done.stderr
     (tmp_path / "run" / "config.json").write_text(
@@ -119,9 +115,8 @@ def test_help_that_nobody_reads_or_that_does_not_fit(tmp_path, variables, script
     assert (done.returncode, done.stderr) == (0, "")
     with open("/dev/full", "w") as full:
         done = call(tmp_path, variables, "--help", script=script, stdout=full)
-    assert (
-        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -194,9 +189,6 @@ def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder,
         own = [line for line in said.decode().splitlines() if not line.startswith("import time:")]
         assert process.returncode in (130, -signal.SIGINT) or (
             script != "speedrun.py" and process.returncode == 2
-        ), (
-            delay,
-            said[-500:],
-        )
+        ), (delay, said[-500:])
         assert "Traceback" not in "".join(own), (delay, own)
         assert not (tmp_path / "run").exists()

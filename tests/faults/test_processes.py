@@ -28,18 +28,13 @@ def test_a_worker_and_then_process_0_are_killed(run, undisturbed):
     )
     killed = "launch: rank {} was killed by SIGKILL"
     said = run.said().splitlines()
-    assert (
-        sorted(said[:2]) == [ENDED.format(1), killed.format(1)]
-        and said[2] == "launch: restart 1 of 2"
-    )
-    assert sorted(said[3:5]) == [ENDED.format(0), killed.format(0)] and said[5:] == [
-        "launch: restart 2 of 2"
-    ]
+    assert sorted(said[:2]) == [ENDED.format(1), killed.format(1)]
+    assert said[2] == "launch: restart 1 of 2"
+    assert sorted(said[3:5]) == [ENDED.format(0), killed.format(0)]
+    assert said[5:] == ["launch: restart 2 of 2"]
 
 
-def test_a_worker_and_then_process_0_are_stopped_and_count_as_dead_after_their_silence(
-    run, undisturbed
-):
+def test_silent_processes_count_as_dead(run, undisturbed):
     run.resumable(launch="--standalone --max-restarts 2", JSPEED_HEARTBEAT_SECONDS=6)
     allowed = []
     for rank, step, restart in [(1, 50, 1), (0, 110, 2)]:
@@ -68,7 +63,7 @@ def test_sigterm_saves_on_all_and_a_restart_goes_on_from_there(run, undisturbed)
     assert run.is_as(undisturbed) and run.record()["resumed"] == [int(step)]
 
 
-def test_a_kill_in_the_middle_of_a_save_leaves_nothing_that_looks_whole(run, undisturbed):
+def test_a_kill_within_a_save_leaves_nothing_that_looks_whole(run, undisturbed):
     run.resumable().until(90)
     run.wait_for(lambda: list((run.path / "checkpoints").glob("*tmp*")))
     run.kill(0)

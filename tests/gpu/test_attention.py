@@ -119,13 +119,9 @@ def test_gradients_of_near_keys_alone(backend, packed):
     @jax.jit
     def run(tokens, *arrays):
         documents = find_documents(tokens, BOS, MAX_DOCS, 700) if packed else None
-        how = {
-            "scale": 0.12,
-            "documents": documents,
-            "window": 640,
-            "gradient_window": 257,
-            "backend": backend,
-        }
+        how = dict(
+            scale=0.12, documents=documents, window=640, gradient_window=257, backend=backend
+        )
         return all_of(partial(attention, **how), *arrays)
 
     exact, t = [x.astype(np.float64) for x in (q, k, v, dout)], np.arange(3072)

@@ -49,9 +49,7 @@ def test_an_update_of_rows():
         jax.jit(adam.update, static_argnums=3)(found, table, adam.init(table), own)
         for own in (Kernel(row_sums.row_adam), None)
     )
-    assert (
-        dense.distance(changed, expected) < 0.001
-        and dense.distance(state.square_V, other.square_V) < 1e-5
-    )
+    assert dense.distance(changed, expected) < 0.001
+    assert dense.distance(state.square_V, other.square_V) < 1e-5
     others = ~np.isin(np.arange(ROWS), names)
     np.testing.assert_array_equal(changed[others], table[others])

@@ -55,10 +55,7 @@ def by_numpy(updates):
 def on_device(updates):
     """The same by jspeed.optim.rows; and its mean squares."""
     optimizer = row_adam(
-        lambda step: 0.02,
-        lambda step: 0.9,
-        eps=1e-8,
-        weight_decay=lambda step: 0.5,
+        lambda step: 0.02, lambda step: 0.9, eps=1e-8, weight_decay=lambda step: 0.5
     )
     table, state = updated_on_device(optimizer, updates)
     return table, np.asarray(state.square_V)

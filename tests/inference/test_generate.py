@@ -151,7 +151,7 @@ def attention_and(forward, tokens):
     return forward(tokens)
 
 
-def test_a_recipe_that_mixes_positions_outside_the_primitives_is_refused(tmp_path):
+def test_positions_mixed_outside_the_primitives_are_refused(tmp_path):
     source = find("stdlib").source.replace(
         "    a_BTD = rms_norm(x_BTD)\n",
         "    x_BTD += jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]\n    a_BTD ="

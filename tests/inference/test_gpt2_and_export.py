@@ -40,13 +40,7 @@ WIDTH = 32
 VOCAB = 272
 BLOCK = 16
 TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "BOS=5", "LANE_LEN=16", "COMPUTE=float32"]
-CONFIG = {
-    "model_type": "gpt2",
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "n_embd": WIDTH,
-    "vocab_size": VOCAB,
-}
+CONFIG = dict(model_type="gpt2", n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, vocab_size=VOCAB)
 CONFIG |= {"n_positions": BLOCK, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 CONFIG |= {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}}
 
@@ -157,14 +151,10 @@ def test_a_prompt_is_continued_after_bos_which_is_said_or_alone(tmp_path, capsys
         assert capsys.readouterr().err == note * bos
     sample(path, prompt="", tokens=1)
     assert capsys.readouterr().err == ""  # there is no prompt that it could change
-    with pytest.raises(
-        BadInput, match="without a BOS token .* has nothing to continue; give a --prompt"
-    ):
+    with pytest.raises(BadInput, match="without a BOS token .* give a --prompt"):
         sample(path, prompt="", bos=False)
     for given in ({"top_k": 3}, {"top_p": 0.5}, {"seed": 2}):
-        with pytest.raises(
-            BadInput, match="--temperature 0 draws nothing, so --.* would have no effect"
-        ):
+        with pytest.raises(BadInput, match="--temperature 0 draws nothing, so --"):
             sample(path, prompt="a", temperature=0.0, **given)
 
 
@@ -207,9 +197,7 @@ def test_four_sizes(size, count):
 
 
 def test_an_unknown_size():
-    with pytest.raises(
-        BadInput, match="field SIZE is '1B'; expected one of 30M, 124M, 350M, 774M, 1.5B"
-    ):
+    with pytest.raises(BadInput, match="field SIZE is '1B'; .* 30M, .* 1.5B"):
         find("gpt2", ["SIZE=1B"])
 
 
@@ -354,17 +342,10 @@ def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
 
 
 def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
-    fields = {
-        "activation_function": "gelu_pytorch_tanh",
-        "reorder_and_upcast_attn": True,
-        "resid_pdrop": 0.3,
-    }
-    fields |= {
-        "summary_type": "mean",
-        "n_inner": 4 * WIDTH,
-        "tie_word_embeddings": False,
-        "of_my_own": 3,
-    }
+    fields = dict(
+        activation_function="gelu_pytorch_tanh", reorder_and_upcast_attn=True, resid_pdrop=0.3
+    )
+    fields |= dict(summary_type="mean", n_inner=4 * WIDTH, tie_word_embeddings=False, of_my_own=3)
     tensors = random_gpt2()
     path = folder_of(
         tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields
@@ -387,7 +368,7 @@ def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
     fits."""
     path = folder_of(tmp_path / "gpt2", random_gpt2(), CONFIG | sizes)
     with pytest.raises(
-        BadInput, match=f"is a GPT-2 with {next(iter(sizes))} .* but recipe gpt2 has"
+        BadInput, match=f"with {next(iter(sizes))} .* but recipe gpt2 has"
     ) as caught:
         read_parameters(path, recipe_of())
     advised = shlex.split(str(caught.value).partition("--set ")[2])
@@ -437,16 +418,8 @@ def without(tensors, name):
     ("change", "sets", "words"),
     [
         (lambda t: without(t, "h.1.ln_2.bias"), (), r"lacks h\.1\.ln_2\.bias"),
-        (
-            lambda t: t | {"h.1.extra": t["ln_f.bias"]},
-            (),
-            r"holds h\.1\.extra, which a GPT-2 of 2 layers does not have",
-        ),
-        (
-            lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]},
-            (),
-            r"holds h\.2\.ln_1\.bias, which a GPT-2 of 2 layers",
-        ),
+        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which a GPT-2 of 2"),
+        (lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]}, (), r"holds h\.2\.ln_1\.bias"),
         (
             lambda t: t | {"lm_head.weight": t["wte.weight"] + 1},
             (),
@@ -457,11 +430,7 @@ def without(tensors, name):
             (),
             r"h\.1\.mlp.* \(32, 64\) but .* \(32, 128\)",
         ),
-        (
-            lambda t: t | {"ln_f.bias": t["ln_f.bias"].astype("i1")},
-            (),
-            r"holds ln_f\.bias in I8, quantised; give .* BF16",
-        ),
+        (lambda t: t | {"ln_f.bias": t["ln_f.bias"].astype("i1")}, (), r"holds ln_f\.bias in I8"),
         (
             lambda t: t | {n: t[n].T.copy() for n in t if n[:2] == "h."},
             (),
@@ -503,9 +472,7 @@ def test_refuses_what_is_no_model(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"wte.weight": "1.safetensors"}}'
     )
-    with pytest.raises(
-        BadInput, match="1.safetensors cannot be read as safetensors .*not a regular file"
-    ):
+    with pytest.raises(BadInput, match="1.safetensors cannot be read .*not a regular file"):
         export.load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no such thing" * 9)
     with pytest.raises(BadInput, match="cannot be read as safetensors"):
@@ -519,9 +486,7 @@ def test_refuses_what_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(
-        BadInput, match=r"holds no model\.safetensors but pytorch_model\.bin; convert it"
-    ):
+    with pytest.raises(BadInput, match=r"model\.safetensors but pytorch_model\.bin"):
         export.load(tmp_path)
 
 
@@ -539,7 +504,7 @@ def test_own_recipes_come_back(tmp_path, name):
         read_parameters(tmp_path, other)
 
 
-def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path):
+def test_a_run_says_where_it_departs_from_its_parameters(tmp_path):
     """A run on other heads, or other ids, began as well as one on these, without a word."""
     trained = find("stdlib", TOYS["stdlib"])
     facts = {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}
@@ -621,14 +586,13 @@ def test_parameters_that_do_not_fit(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_path, monkeypatch):
+def test_a_large_table_is_read_from_the_checkpoint(tmp_path, monkeypatch):
     """Record 92's n-grams are 130 GB. Without a checkpoint of the last step one sentence says what
     is missing."""
     found = find("r92", TOYS["r92"])
     recipe = found.recipe
-    assert export.large_tables(find("r92").recipe) == ("ngrams",) and not export.large_tables(
-        recipe
-    )
+    assert export.large_tables(find("r92").recipe) == ("ngrams",)
+    assert not export.large_tables(recipe)
     monkeypatch.setattr(export, "LARGE", 0)
     state = jax.jit(lambda: init_state(recipe, np.uint32(0)))()
     (tmp_path / "config.json").write_text(json.dumps(export.own_config(found, CONFIG["tokenizer"])))
@@ -653,6 +617,4 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
             checkpoints.save(step, state, {})
             state |= {"params": jax.tree.map(lambda p: np.asarray(p) + 1, state["params"])}
     np.testing.assert_array_equal(load_model(tmp_path).tensors()["embed"], tensors["embed"])
-    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in export.note_on_large_tables(
-        recipe, True
-    )
+    assert "leaves out ngrams, 0.0 GB updated row by" in export.note_on_large_tables(recipe, True)

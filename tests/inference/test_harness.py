@@ -99,9 +99,8 @@ def test_what_lm_eval_asks_for(model, log_probabilities):
     # room for.
     windows = [first, log_probabilities(ids[16:33])[0], log_probabilities(ids[24:41])[0][-8:]]
     expected = float(sum(window.sum() for window in windows))
-    assert len(ids) == 41 and ours.loglikelihood_rolling([asked(text)])[0] == pytest.approx(
-        expected, abs=1e-3
-    )
+    assert len(ids) == 41
+    assert ours.loglikelihood_rolling([asked(text)])[0] == pytest.approx(expected, abs=1e-3)
     (written,) = sample(model, ["abc"], 6, Sampling(temperature=0))
     answer = written[len("abc") :]
     plain, cut = ours.generate_until(
@@ -128,17 +127,12 @@ def test_a_task_agrees_with_our_hellaswag(model, tmp_path, monkeypatch):
     items = [{"ctx": words[n], "endings": words[n + 1 : n + 5], "label": n % 4} for n in range(24)]
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-    }
-    task |= {
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "ctx",
-        "doc_to_choice": "endings",
-    }
+    task = dict(
+        task="tiny", dataset_path="json", dataset_kwargs={"data_files": {"test": str(path)}}
+    )
+    task |= dict(
+        test_split="test", output_type="multiple_choice", doc_to_text="ctx", doc_to_choice="endings"
+    )
     task |= {"doc_to_target": "label", "metric_list": [{"metric": "acc"}]}
     found = harness.run_tasks(model, [task])
     *_, (done, right, _) = score.hellaswag(model, score.read_hellaswag(path))

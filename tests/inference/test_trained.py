@@ -103,17 +103,15 @@ def test_what_a_run_leaves(run):
     assert not [name for name in names if name.startswith("$")]
     assert [s["name"] for s in record(run)["ledger"]].count("profile") == 2
     facts = json.loads((run.run_dir / "config.json").read_text())["tokenizer"]
-    assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(
-        facts["symbols"]
-    )
+    assert facts["symbols"] == sorted(set("".join(NAMES)))
+    assert facts["bos_id"] == len(facts["symbols"])
 
 
 def test_accuracy_in_metrics_is_that_of_evaluate(run):
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     found = [line.get("val_accuracy") for line in lines if "val_loss" in line]
-    assert len(found) == len(record(run)["curve"]) and not any(
-        "val_accuracy" in line for line in lines if "train_loss" in line
-    )
+    assert len(found) == len(record(run)["curve"])
+    assert not any("val_accuracy" in line for line in lines if "train_loss" in line)
     wanted = score.validate(load_model(run.run_dir), run.data, accurate=True).accuracy
     assert found[-1] == pytest.approx(wanted, abs=1e-4)
 
@@ -150,14 +148,11 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
     shutil.copytree(run.run_dir, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
-    with pytest.raises(
-        BadInput,
-        match=r"checkpoints/8 is damaged \(sha256.json: it is missing\); give another checkpoint",
-    ):
+    with pytest.raises(BadInput, match=r"checkpoints/8 is damaged \(sha256.json: it is missing"):
         load_model(tmp_path / "run" / "checkpoints" / "8")
 
 
-def test_a_model_keeps_the_hash_of_the_parameters_it_started_from(run, tmp_path, capsys):
+def test_a_model_keeps_the_hash_of_its_first_parameters(run, tmp_path, capsys):
     shutil.copytree(run.run_dir, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["overrides"]["init_from"] = config["fields"]["init_from"] = "0" * 64
@@ -188,9 +183,8 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
     found, first = json.loads((tmp_path / "again" / "run.json").read_text()), record(run)
     assert found["curve"][0]["val_loss"] == pytest.approx(first["val_loss"], abs=1e-5)
     assert found["val_loss"] < first["val_loss"] < first["curve"][0]["val_loss"]
-    assert (
-        found["recipe_hash"] != first["recipe_hash"] and len(found["overrides"]["init_from"]) == 64
-    )
+    assert found["recipe_hash"] != first["recipe_hash"]
+    assert len(found["overrides"]["init_from"]) == 64
     assert load_model(tmp_path / "again").recipe.name == "microgpt-names"
     with pytest.raises(BadInput, match="does not exist"):
         train(
@@ -221,9 +215,7 @@ def test_sample_script(run, capsys, tmp_path):
     ):
         with pytest.raises(BadInput, match=words):
             sample_.sample(run.run_dir, **arguments)
-    with pytest.raises(
-        BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"
-    ):
+    with pytest.raises(BadInput, match="neither model.safetensors nor a|has no config.json"):
         sample_.sample(tmp_path)
 
 
@@ -231,23 +223,18 @@ def test_evaluate_script(run, capsys, tmp_path):
     evaluate(run.run_dir, data=run.data, json_=tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert f"{figures['loss']:.4f} nats" in capsys.readouterr().out
-    assert (
-        figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4)
-        and figures["accuracy"] is None
-    )
+    assert figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4)
+    assert figures["accuracy"] is None
 
 
-def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
+def test_control_characters_are_printed_as_text(run, capsys, monkeypatch):
     raw = "\x1b]0;title\x07\tb\n"
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 20]))
     write_samples(Options(), run.run_dir)
     assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
     shown = capsys.readouterr().out
-    assert (
-        "\x1b" not in shown
-        and "\x07" not in shown
-        and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
-    )
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 2, [raw] * 2]))
     sample_.sample(run.run_dir, number=2)
     shown = capsys.readouterr().out
@@ -318,10 +305,7 @@ def test_only_what_computes_a_gpt2_is_exported_as_one(tmp_path):
         write_export(run, found)
         export(run, tmp_path / f"{name}-out", trust=True, **more)
         assert (tmp_path / f"{name}-out" / "recipe.py").exists() == bool(more)
-    with pytest.raises(
-        BadInput,
-        match="recipe mine has GPT-2's parameters but computes something else .* give --own",
-    ):
+    with pytest.raises(BadInput, match="recipe mine .* computes something else .* --own"):
         export(tmp_path / "mine", tmp_path / "out", trust=True)
     assert not (tmp_path / "out").exists()
 
@@ -337,20 +321,11 @@ def write_export(folder, found):
 def test_a_model_without_room_for_the_ids_of_its_text_is_refused(tmp_path):
     """It was evaluated as nan, or wrote the text of other ids."""
     write_export(tmp_path, find("gpt2", [*TOYS["gpt2"], "VOCAB=200"]))
-    with pytest.raises(
-        BadInput, match="bytes makes 257 ids of text, but the model has room for 200"
-    ):
+    with pytest.raises(BadInput, match="makes 257 ids .* the model has room for 200"):
         load_model(tmp_path)
 
 
-GPT2 = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 8,
-    "vocab_size": 9,
-    "n_positions": 4,
-}
+GPT2 = dict(model_type="gpt2", n_layer=2, n_head=2, n_embd=8, vocab_size=9, n_positions=4)
 OWN = {
     "recipe": "stdlib",
     "overrides": {},
@@ -363,22 +338,10 @@ OWN = {
     [
         (OWN | {"overrides": []}, "field 'overrides': expected an object, found \\[\\]"),
         (OWN | {"tokenizer": 3}, "field 'tokenizer': expected an object or null, found 3"),
-        (
-            OWN | {"tokenizer": {"tokenizer": 3}},
-            "field 'tokenizer.tokenizer': expected a name, found 3",
-        ),
-        (
-            OWN | {"tokenizer": {"tokenizer": "bytes"}},
-            "field 'tokenizer.vocab_size': .* found no such field",
-        ),
-        (
-            OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}},
-            "'tokenizer.symbols': expected a list of diff",
-        ),
-        (
-            GPT2 | {"n_layer": float("inf")},
-            "field 'n_layer': expected a whole number from 1 to 1000, found inf",
-        ),
+        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected a name"),
+        (OWN | {"tokenizer": {"tokenizer": "bytes"}}, "field 'tokenizer.vocab_size'"),
+        (OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}}, "'tokenizer.symbols'"),
+        (GPT2 | {"n_layer": float("inf")}, "field 'n_layer': expected a whole number from 1 to"),
         (GPT2 | {"n_layer": 10**9}, "field 'n_layer': .* from 1 to 1000"),
         (GPT2 | {"vocab_size": "9"}, "field 'vocab_size': .* found '9'"),
         ([], "describes neither"),
@@ -419,15 +382,11 @@ def test_weights_that_are_not_numbers_are_refused(run, monkeypatch, value):
         return arrays
 
     monkeypatch.setattr(trained, "read_parameters", damaged)
-    with pytest.raises(
-        BadInput, match=r"1 of its parameters hold numbers that are not finite, the first is up;"
-    ):
+    with pytest.raises(BadInput, match=r"1 of its parameters .* not finite, the first is up"):
         load_model(run.run_dir)
 
 
 def test_a_loss_that_is_no_number_is_refused(run, monkeypatch):
     monkeypatch.setattr(score.evaluate, "validation_loss", lambda *_: float("nan"))
-    with pytest.raises(
-        BadInput, match="the loss of microgpt-names on .* is nan: no figure of a model"
-    ):
+    with pytest.raises(BadInput, match="loss of microgpt-names on .* is nan"):
         score.validate(load_model(run.run_dir), run.data)

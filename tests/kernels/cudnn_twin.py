@@ -42,9 +42,8 @@ def masks(lengths, starts, shape, window):
     if not lengths.size:  # lanes without documents, which the callers above do not have
         lengths = jnp.repeat(jnp.array([row, 0]), rows).reshape(rows, 2)
         starts = row * heads * width * jnp.minimum(jnp.arange(3 * rows), rows).reshape(rows, 3)
-    assert (
-        lengths.shape[0] == starts.shape[0] == rows and starts.shape[1] == lengths.shape[1] + 1 > 2
-    )
+    assert lengths.shape[0] == starts.shape[0] == rows
+    assert starts.shape[1] == lengths.shape[1] + 1 > 2
     sizes_S1 = lengths.reshape(-1, 1)
     starts_S1 = starts.reshape(-1, 1)[: len(sizes_S1)] // (heads * width)
     n_N = jnp.arange(rows * row)[None]

@@ -167,11 +167,9 @@ def test_pallas_is_told_what_a_gpu_is_that_it_has_no_name_for(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
     jax.eval_shape(lambda x: attention(x, x, x, scale=1.0, backend="triton"), x)
     assert list(module.registry) == ["RTX 3090"]
-    assert module.registry["RTX 3090"]() == {
-        "gpu_version": None,
-        "arch_name": "8.6",
-        "compute_capability": 86,
-    }
+    assert module.registry["RTX 3090"]() == dict(
+        gpu_version=None, arch_name="8.6", compute_capability=86
+    )
 
 
 @pytest.mark.slow

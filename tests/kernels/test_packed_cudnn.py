@@ -69,10 +69,8 @@ def compare(tokens, max_docs, longest):
     (sizes, starts), (jax_sizes, jax_starts), in_order = jax.tree.map(
         np.asarray, both_tables(tokens, max_docs, longest)
     )
-    assert (
-        sizes.shape[0] == starts.shape[0] == tokens.size // row
-        and sizes.size >= len(tokens) * max_docs
-    )
+    assert sizes.shape[0] == starts.shape[0] == tokens.size // row
+    assert sizes.size >= len(tokens) * max_docs
     assert starts.shape[1] == sizes.shape[1] + 1 > 2 and sizes.dtype == starts.dtype == np.int32
     assert sizes.max() <= row and row >= longest
     sizes, starts, jax_sizes, jax_starts = (
@@ -81,11 +79,8 @@ def compare(tokens, max_docs, longest):
     used = int((jax_sizes > 0).sum())
     np.testing.assert_array_equal(starts[:used] * HEADS * WIDTH, jax_starts[:used])
     np.testing.assert_array_equal(sizes[:used], np.minimum(jax_sizes[:used], row))
-    assert (
-        not sizes[used:].any()
-        and (starts[used:] == tokens.size).all()
-        and not jax_sizes[used:].any()
-    )
+    assert not sizes[used:].any() and (starts[used:] == tokens.size).all()
+    assert not jax_sizes[used:].any()
     of_lane = jax_starts[:used] // (HEADS * WIDTH * tokens.shape[1])
     for lane, fine in enumerate(in_order):
         whole = (tokens[lane] == BOS).sum() + (tokens[lane, 0] != BOS) <= max_docs
@@ -183,7 +178,7 @@ def test_gradients_of_near_keys_alone_in_whole_lanes(twin, window, near):
 
 
 @pytest.mark.parametrize("wrong", ["too many", "too long"])
-def test_a_lane_of_too_many_or_too_long_documents_is_nan_and_the_others_are_not(twin, wrong):
+def test_only_a_lane_with_too_many_documents_is_nan(twin, wrong):
     tokens = lanes_of([4] * 16 if wrong == "too many" else [8, 40, 16], (3, 64))
     tokens[1:] = lanes_of([24, 24, 16], (1, 64))
     q, k, v, _ = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
@@ -213,7 +208,7 @@ SETS = {
 @pytest.mark.parametrize(
     ("name", "parts"), [("r29", 2), pytest.param("r89", 8, marks=pytest.mark.slow)]
 )
-def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
+def test_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
     """One lane at once, and pieces of one; evaluation of two knows its longest document too."""
     recipe = find(name, SETS[name]).recipe
     stage, draw = recipe.stages[-1], np.random.default_rng(0)

@@ -111,7 +111,7 @@ def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back
 
 
 @pytest.mark.parametrize("look_back", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back):
+def test_a_nan_factor_is_the_only_difference_to_the_plain_path(look_back):
     (y, grads), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, True)
     angle = positions[..., None] * angles.astype(np.float32)[None, None]
     rest = jnp.cos(angle), jnp.sin(angle), jnp.array([1.0, np.nan]), None, HEADS, look_back

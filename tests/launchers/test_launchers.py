@@ -210,11 +210,9 @@ def test_two_machines(place, expected, two_nodes, host):
 
 
 VARIABLES = {
-    "Trainer": {
-        "JAX_PROCESS_ID": "{}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}",
-    },
+    "Trainer": dict(
+        JAX_PROCESS_ID="{}", JAX_NUM_PROCESSES="2", JAX_COORDINATOR_ADDRESS="127.0.0.1:{port}"
+    ),
     "JAXJob": {
         "PROCESS_ID": "{}",
         "NUM_PROCESSES": "2",

@@ -50,13 +50,7 @@ def text():
 @pytest.mark.parametrize("align", [None, "bos"])
 def test_batches_through_pyo3(benchmark, shards, align):
     """131,072 tokens a batch, tables of documents included."""
-    schedule = {
-        "lanes": LANES,
-        "lane_len": LANE_LEN,
-        "bos_id": BOS,
-        "vocab_size": BOS + 1,
-        "align": align,
-    }
+    schedule = dict(lanes=LANES, lane_len=LANE_LEN, bos_id=BOS, vocab_size=BOS + 1, align=align)
     with TokenLoader(shards, **schedule, epochs=None, prefetch=0) as loader:
         batch = benchmark(lambda: next(loader))
     assert batch.tokens.shape == (LANES, LANE_LEN + 1) and batch.tokens.max() <= BOS

@@ -126,7 +126,7 @@ def test_bfloat16_and_no_documents(blocks_of_8, window):
         assert dense.distance(found, wanted) < 0.01
 
 
-def test_nothing_comes_from_the_future_another_document_or_beyond_the_window(blocks_of_8):
+def test_nothing_comes_from_beyond_document_or_window(blocks_of_8):
     tokens = np.ones((1, 40), int)
     tokens[0, [9, 22]] = BOS
     q, k, v, _ = normal(1, 40, 2, 4)
@@ -236,10 +236,8 @@ def test_find_documents(data, case):
 def test_find_documents_never_scatters():
     tokens = jax.ShapeDtypeStruct((8, 8192), jnp.uint16)
     program = jax.jit(lambda x: find_documents(x, BOS, 64)).lower(tokens)
-    assert (
-        not re.search(r"\bscatter\(", program.compile().as_text())
-        and "stablehlo.scatter" not in program.as_text()
-    )
+    assert not re.search(r"\bscatter\(", program.compile().as_text())
+    assert "stablehlo.scatter" not in program.as_text()
 
 
 def packed_mask(lengths, starts, length):
@@ -409,10 +407,7 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
         ({"backend": "cudnn", "width": 264}, "head widths .* found 264"),
         ({"backend": "cudnn", "lanes": 2**20}, "counts elements in int32"),
         ({"backend": "cudnn", "max_docs": None}, "give find_documents a max_docs"),
-        (
-            {"backend": "splash", "dtype": jnp.float16},
-            "'splash' takes bfloat16, found q in float16",
-        ),
+        ({"backend": "splash", "dtype": jnp.float16}, "'splash' takes bfloat16"),
         ({"backend": "splash", "width": 12}, "head widths .* found 12"),
     ],
 )

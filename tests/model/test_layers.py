@@ -117,7 +117,7 @@ def test_uniform_draws_by_fan_in():
     assert 0.99 < float(jnp.abs(drawn).max()) * 8 / 0.5 / 3**0.5 <= 1
 
 
-def test_scaled_weights_give_the_gradients_of_a_scaled_output_without_a_pass_over_it():
+def test_scaled_weights_give_gradients_of_a_scaled_output():
     rng = np.random.default_rng(0)
     x, w, g = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 8), (8, 24), (40, 24))

@@ -22,7 +22,7 @@ def drawn(width, hidden):
     ]
 
 
-def test_three_matrices_have_the_parameters_of_two_of_four_times_the_width():
+def test_three_matrices_have_the_parameters_of_two_wide_ones():
     assert swiglu_width(384) == 1024 and 3 * 384 * 1024 == 2 * 384 * 4 * 384
     assert [swiglu_width(128), swiglu_width(64, 64), swiglu_width(768)] == [344, 192, 2048]
     recipe = find("nanogpt", trace=False).recipe
@@ -94,11 +94,7 @@ def test_it_learns_as_well_as_squared_relu(tmp_path):
     for name in ("nanogpt", str(tmp_path / "relu.py")):
         sets = [
             *TOYS["nanogpt"],
-            "STEPS=200",
-            "COOLDOWN=200",
-            "DROPOUT=0.0",
-            "WARMUP=10",
-            "LEARNING_RATE=0.01",
+            *"STEPS=200 COOLDOWN=200 DROPOUT=0.0 WARMUP=10 LEARNING_RATE=0.01".split(),
         ]
         recipe = find(name, sets).recipe
         tokens = [(3 * first + np.arange(17) ** 2) % 97 for first in range(8)]

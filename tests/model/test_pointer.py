@@ -27,13 +27,9 @@ def case():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 8, size=(ROWS, LENGTH + 1))  # few, so that many are copies
     tokens[0, 13] = tokens[1, 30] = BOS
-    shapes = {
-        "table": (VOCAB, WIDTH),
-        "x": (ROWS, LENGTH, WIDTH),
-        "q": (WIDTH, 4),
-        "k": (WIDTH, 4),
-        "none": (4,),
-    }
+    shapes = dict(
+        table=(VOCAB, WIDTH), x=(ROWS, LENGTH, WIDTH), q=(WIDTH, 4), k=(WIDTH, 4), none=(4,)
+    )
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     return params, tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
 

@@ -24,22 +24,16 @@ from jspeed.model.losses import (
 from jspeed.model.sampled import Sample, columns, count, sampled_cross_entropy
 
 VOCAB, EXACT, ONE_IN = 43, 7, 5  # the last stratum has one token
-CAPS = {
-    "sigmoid": sigmoid_cap(4.0),
-    "root": root_cap(4.0),
-    "asymmetric": asymmetric_cap(23, 5, 7.5),
-    "none": None,
-}
+CAPS = dict(
+    sigmoid=sigmoid_cap(4.0), root=root_cap(4.0), asymmetric=asymmetric_cap(23, 5, 7.5), none=None
+)
 # (value, slope) in float64
-BENDS = {
-    "sigmoid": lambda z: (4 + 4 * np.tanh(z / 4), 1 - np.tanh(z / 4) ** 2),
-    "root": lambda z: (4 * z / np.hypot(z, 4), (4 / np.hypot(z, 4)) ** 3),
-    "asymmetric": lambda z: (
-        23 / (1 + np.exp(-(z + 5) / 7.5)),
-        23 / 30 / np.cosh((z + 5) / 15) ** 2,
-    ),
-    "none": lambda z: (z, np.ones_like(z)),
-}
+BENDS = dict(
+    sigmoid=lambda z: (4 + 4 * np.tanh(z / 4), 1 - np.tanh(z / 4) ** 2),
+    root=lambda z: (4 * z / np.hypot(z, 4), (4 / np.hypot(z, 4)) ** 3),
+    asymmetric=lambda z: (23 / (1 + np.exp(-(z + 5) / 7.5)), 23 / 30 / np.cosh((z + 5) / 15) ** 2),
+    none=lambda z: (z, np.ones_like(z)),
+)
 ORDER = np.random.default_rng(5).permutation(VOCAB).astype(np.int32)
 # half have none
 PREFIXES = np.random.default_rng(7).integers(-VOCAB, VOCAB, size=VOCAB).clip(-1).astype(np.int32)
@@ -81,11 +75,9 @@ def ahead(targets, weights):
     )
 
 
-TARGETS = {
-    "one": lambda *both: tuple(a[None] for a in both),
-    "several": jax.jit(several),
-    "ahead": jax.jit(ahead),
-}
+TARGETS = dict(
+    one=lambda *both: tuple(a[None] for a in both), several=jax.jit(several), ahead=jax.jit(ahead)
+)
 
 
 def counted(sample, vocabulary):
@@ -126,7 +118,7 @@ def oracle(table, x, targets, weights, sample, cap):
 
 
 @pytest.mark.parametrize("order", [None, ORDER])
-def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
+def test_a_sample_is_frequent_tokens_and_one_of_every_stratum(order):
     samples = jax.jit(
         jax.vmap(
             lambda step: draw(
@@ -137,9 +129,8 @@ def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
     ids, counts = np.asarray(samples.ids_GC)[:, 0], np.asarray(samples.counts_C)
     ranked = np.arange(VOCAB) if order is None else order
     assert ids.dtype == np.int32 and ids.shape[1] == columns(VOCAB, EXACT, ONE_IN) == EXACT + 8
-    assert np.all(ids[:, :EXACT] == ranked[:EXACT]) and np.all(
-        counts == [1] * EXACT + [5] * 7 + [1]
-    )
+    assert np.all(ids[:, :EXACT] == ranked[:EXACT])
+    assert np.all(counts == [1] * EXACT + [5] * 7 + [1])
     seen = np.bincount(ids.ravel(), minlength=VOCAB)[ranked] / DRAWS
     expected = np.array([1] * EXACT + [1 / 5] * 35 + [1])
     np.testing.assert_array_less(
@@ -176,9 +167,8 @@ def test_sizes_of_samples():
     assert columns(100, 200, 3) == columns(100, 0, 1) == columns(100, 100, 7) == 100
     for exact, one_in in ((200, 3), (0, 1), (40, 1)):
         sample = draw(3, 100, exact, one_in)
-        assert sorted(sample.ids_GC[0].tolist()) == list(range(100)) and np.all(
-            sample.counts_C == 1
-        )
+        assert sorted(sample.ids_GC[0].tolist()) == list(range(100))
+        assert np.all(sample.counts_C == 1)
     for exact, one_in in ((-1, 3), (5, 0)):
         with pytest.raises(BadInput, match=f"{exact} exact ids and 1 in {one_in}"):
             draw(0, 100, exact, one_in)

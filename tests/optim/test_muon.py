@@ -140,7 +140,7 @@ def test_scale_and_decoupled_decay():
     np.testing.assert_allclose(update(weight_decay=0.05), plain - 0.1 * 0.05 * params, atol=1e-6)
 
 
-def test_bank_cut_over_devices_equals_one_device_and_cut_matrices_do_not():
+def test_a_bank_cut_over_devices_equals_that_of_one():
     """Momentum and orthogonalisation where the matrices lie; half a matrix orthogonalised alone is
     another matrix."""
     transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32)

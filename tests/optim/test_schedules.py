@@ -10,7 +10,7 @@ from jspeed.recipes import jspeed3
 from jspeed.run.find_recipe import find
 
 
-def test_a_shorter_run_keeps_every_step_of_a_schedule_where_it_was_between_borders():
+def test_a_shorter_run_keeps_steps_between_their_borders():
     steps, schedules = (8, 16, 24), ({0: 1.0, 8: 0.5, 16: 0.2, 24: 0.0, 48: 0.0}, (24, 36), 30)
     assert shortened(1.0, steps, schedules, 4) == (steps, schedules)
     shorter, moved = shortened(0.5, steps, schedules, 4)

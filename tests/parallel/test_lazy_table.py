@@ -161,7 +161,7 @@ def test_large_row_numbers_arrive_exactly():
     np.testing.assert_array_equal((HIGH * high.astype(np.int64) + low.astype(np.int64)), ids[0])
 
 
-def test_distinct_rows_ascend_and_what_is_past_the_part_is_all_different():
+def test_distinct_rows_ascend_and_all_past_the_part_differ():
     found = jax.jit(distinct, static_argnums=1)(
         Pending(np.int32([4, 9, 4, 0, 9]), np.arange(10, dtype=np.float32).reshape(5, 2)), 8
     )

@@ -103,7 +103,7 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens):
     assert (found != expected).mean() < 1e-3
 
 
-def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either():
+def test_rows_without_room_have_no_gradient_by_the_kernel():
     """All of that device's is not a number; the others' arrives."""
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 4096, size=(8, 512)).astype(np.int32)

@@ -99,20 +99,18 @@ def _r21_arrange(of: Callable[[str], np.ndarray]) -> dict[str, Any]:
             ]
         mlp += [of(f"blocks.{layer}.mlp.c_fc.weight").T, of(f"blocks.{layer}.mlp.c_proj.weight")]
     unused = np.full(2, -1)
-    return {
-        "embed": rows_to(VOCAB, of("embed.weight")),
-        "values": np.stack(
-            [rows_to(VOCAB, of(f"value_embeds.embed.{n}.weight")) for n in range(3)]
-        ),
-        "block_scales": np.stack([of(f"blocks.{layer}.lambdas") for layer in range(12)]),
-        "value_scales": np.stack(
+    return dict(
+        embed=rows_to(VOCAB, of("embed.weight")),
+        values=np.stack([rows_to(VOCAB, of(f"value_embeds.embed.{n}.weight")) for n in range(3)]),
+        block_scales=np.stack([of(f"blocks.{layer}.lambdas") for layer in range(12)]),
+        value_scales=np.stack(
             [unused if n == 7 else of(f"blocks.{n}.attn.lambdas") for n in range(12)]
         ),
-        "skip_scales": of("skip_weights"),
-        "attention": np.pad(attention, [(0, 4), (0, 0), (0, 0)], constant_values=-1),
-        "mlp": np.stack(mlp),
-        "head": of("lm_head.weight"),
-    }
+        skip_scales=of("skip_weights"),
+        attention=np.pad(attention, [(0, 4), (0, 0), (0, 0)], constant_values=-1),
+        mlp=np.stack(mlp),
+        head=of("lm_head.weight"),
+    )
 
 
 def _by_blocks(

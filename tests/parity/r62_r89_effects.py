@@ -27,11 +27,9 @@ def adam_of_a_run(
         for dtype in (torch.bfloat16, torch.float32):
             p = torch.tensor(starts, dtype=torch.float32).to(dtype)
             zeros = torch.zeros(len(starts))
-            optimizer.param_states[p] = {
-                "step": 0,
-                "exp_avg": zeros.clone(),
-                "exp_avg_sq": zeros.clone(),
-            }
+            optimizer.param_states[p] = dict(
+                step=0, exp_avg=zeros.clone(), exp_avg_sq=zeros.clone()
+            )
             for step, gradient in zip(odd, gradients, strict=True):
                 config.lr = config.initial_lr * schedule.get_lr(step)
                 optimizer._adam_update(

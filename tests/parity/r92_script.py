@@ -76,29 +76,13 @@ class Size:
             if len(quarters) < quarter + 1:
                 quarters[step] = (0.20, 0.15, 0.10, 0.05)[quarter]
         cut = [self.documents[n] for n in (0, 1, 1, 2, 2, 2, 2)]
-        fields: dict[str, Any] = {
-            "VOCAB": self.vocab,
-            "BOS": self.bos,
-            "WIDTH": self.width,
-            "MLP_WIDTH": self.mlp,
-        }
-        fields |= {
-            "NGRAMS": self.ngrams,
-            "MUDD_WIDTH": self.mudd,
-            "BLOCK": self.block,
-            "LANES": WORLD,
-        }
-        fields |= {
-            "STEPS": (
-                a,
-                self.slow_tables - a,
-                b - self.slow_tables,
-                ramp - b,
-                c - ramp,
-                d - c,
-                e - d,
-            )
-        }
+        fields: dict[str, Any] = dict(
+            VOCAB=self.vocab, BOS=self.bos, WIDTH=self.width, MLP_WIDTH=self.mlp
+        )
+        fields |= dict(NGRAMS=self.ngrams, MUDD_WIDTH=self.mudd, BLOCK=self.block, LANES=WORLD)
+        fields |= dict(
+            STEPS=(a, self.slow_tables - a, b - self.slow_tables, ramp - b, c - ramp, d - c, e - d)
+        )
         fields |= {
             "LANE_LENS": tuple(self.unit * n for n in (8, 16, 16, 24, 24, 20, 8)),
             "MAX_DOCS": (64,) * 7,
@@ -115,10 +99,7 @@ class Size:
         }
         long, short = self.last_steps
         fields |= {"LAST_STEPS": self.last_steps, "FORGET": 53 / short}
-        fields |= {
-            "EVAL_LEN": self.eval_len,
-            "EVAL_TOKENS": 2 * WORLD * self.eval_len,
-        }
+        fields |= {"EVAL_LEN": self.eval_len, "EVAL_TOKENS": 2 * WORLD * self.eval_len}
         fields |= {"COMPUTE": "float32", "FP8": "off", "OWN_KERNELS": "off"}
         return [f"{name}={value}" for name, value in fields.items()]
 

@@ -234,12 +234,9 @@ def test_golden_numbers_come_from_the_record(stage, step, pair, texts):
     first process."""
     fields = golden.FIELDS
     columns = tuple(fields["COLUMNS"][number] for number in (0, 3, 4))
-    smaller = {
-        "mlp": fields["MLP_WIDTH"],
-        "ngrams": fields["NGRAMS"],
-        "segment": fields["SEGMENT"],
-        "columns": columns,
-    }
+    smaller = dict(
+        mlp=fields["MLP_WIDTH"], ngrams=fields["NGRAMS"], segment=fields["SEGMENT"], columns=columns
+    )
     made = Pair(texts, pair.folder, dataclasses.replace(r92_script.FULL, **smaller))
     params = golden.parameters(made.recipe)
     made.load(params | {"embed": params["head"]})  # one table until the last stage

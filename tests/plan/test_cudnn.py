@@ -88,7 +88,7 @@ def test_other_gpus(kind):
     assert answer.workspace_bytes == pytest.approx(counted, rel=1e-3), answer
 
 
-def test_calls_are_asked_on_all_cores_and_answered_in_their_order(monkeypatch, tmp_path):
+def test_calls_are_asked_on_all_cores_and_answered_in_order(monkeypatch, tmp_path):
     shares = []
 
     def run(words, input, **_):

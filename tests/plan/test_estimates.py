@@ -168,7 +168,7 @@ def test_a_gpt_keeps_what_korthikanti_counts(gpt2):
     assert estimates.activation_bytes(gpt2, 1) == 12 * 32 * 768 + outside
 
 
-def test_queries_keys_and_values_apart_keep_what_they_keep_in_one_axis():
+def test_queries_keys_and_values_apart_keep_what_one_axis_does():
     """Recipe gpt2 has [width, 3, width], the published sizes, by llmc, [width, 3 x width]."""
     apart, one = find("gpt2", trace=False).recipe, estimates.published("gpt2").recipe
     assert estimates.activation_bytes(apart, 1) == estimates.activation_bytes(one, 1)

@@ -85,16 +85,7 @@ def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device
     needs."""
     monkeypatch.setattr(layouts, "SMALL", 0)
-    toy = [
-        "VOCAB=272",
-        "BOS=5",
-        "WIDTH=64",
-        "LAYERS=1",
-        "HEADS=4",
-        "MLP_WIDTH=256",
-        "LANES=8",
-        "LANE_LEN=32",
-    ]
+    toy = "VOCAB=272 BOS=5 WIDTH=64 LAYERS=1 HEADS=4 MLP_WIDTH=256 LANES=8 LANE_LEN=32".split()
     recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh, one = (
         make_mesh(axes, jax.devices()[: math.prod(axes.values())]),
@@ -119,7 +110,7 @@ def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     assert qkv.sharding.shard_shape(qkv.shape) == (1, 64, 3 * columns)
 
 
-def test_a_recipe_without_faults_has_no_errors_but_what_the_cpu_makes_wide():
+def test_no_faults_no_errors_but_what_the_cpu_makes_wide():
     plan = plan_here()
     # the CPU multiplies bf16 as fp32
     assert errors(plan) <= {"fp32-logits", "exposed-collective", "cas-scatter"}
@@ -130,7 +121,7 @@ def test_a_recipe_without_faults_has_no_errors_but_what_the_cpu_makes_wide():
     )
 
 
-def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
+def test_an_uncut_bank_is_orthogonalised_on_every_device():
     plan = plan_here("MATRICES=9")
     assert {"bank-cannot-shard", "replicated-muon"} <= errors(plan)
     [bank] = [finding for finding in plan["findings"] if finding["name"] == "bank-cannot-shard"]
@@ -190,16 +181,7 @@ def test_heads_have_rows_that_are_scored_and_the_size_of_a_logit():
 
 
 def test_a_matrix_cut_over_another_axis_is_not_replicated():
-    toy = [
-        "VOCAB=272",
-        "BOS=5",
-        "WIDTH=256",
-        "LAYERS=1",
-        "HEADS=4",
-        "MLP_WIDTH=1024",
-        "LANES=8",
-        "LANE_LEN=32",
-    ]
+    toy = "VOCAB=272 BOS=5 WIDTH=256 LAYERS=1 HEADS=4 MLP_WIDTH=1024 LANES=8 LANE_LEN=32".split()
     recipe = find("llmc", [*toy, "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh = make_mesh({"data": 4, "model": 2})
     specs = dict(leaves(layouts.partitions(recipe.parameters, "tp", mesh)))

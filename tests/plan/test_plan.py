@@ -85,10 +85,8 @@ def test_keys(plan, rows):
         check_json(plan | {"against": worse}, Plan)
     assert (plan["target"], plan["devices"], plan["recipe"]) == ("h100x8", 8, "bad")
     [stage] = plan["stages"]
-    assert (
-        list(stage["memory_bytes"]) == list(get_args(Allocation))
-        and tuple(stage["time_ms"]) == predict.Times._fields
-    )
+    assert list(stage["memory_bytes"]) == list(get_args(Allocation))
+    assert tuple(stage["time_ms"]) == predict.Times._fields
     assert [*stage["kernels"], "collective"] == list(get_args(Kind))
     assert stage["predicted_ms"][0] < stage["predicted_ms"][1]
     assert plan["predicted_seconds"][0] < plan["predicted_seconds"][1]
@@ -112,10 +110,8 @@ def test_numbers(plan):
     roofline = (
         times["compute"] + times["memory"] + times["exposed_communication"] + times["launches"]
     )
-    assert (
-        times["launches"] == pytest.approx(1e3 * predict.GAP * sum(stage["kernels"].values()))
-        and roofline > 0
-    )
+    assert times["launches"] == pytest.approx(1e3 * predict.GAP * sum(stage["kernels"].values()))
+    assert roofline > 0
     # without cuDNN
     assert times["empty_blocks"] == 0 and stage["roofline_ms"] == pytest.approx(roofline)
     assert stage["predicted_ms"][0] == pytest.approx(
@@ -173,9 +169,8 @@ def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
     )
     monkeypatch.setattr(program, "trace_step", trace_step)
     monkeypatch.setattr(jspeed.plan.make, "check_shard_map", lambda _: [])
-    assert (
-        make_plan(FOUND, placement_here())["layout"] == "zero1" and layouts == ["zero1+remat"] * 2
-    )
+    assert make_plan(FOUND, placement_here())["layout"] == "zero1"
+    assert layouts == ["zero1+remat"] * 2
 
 
 def test_the_text_of_a_program_is_read_once(plan):
@@ -183,9 +178,8 @@ def test_the_text_of_a_program_is_read_once(plan):
     hlo.instructions.cache_clear()
     step = with_stage(plan["step"], FOUND.recipe.stages[0])
     stage = describe.describe_stage(FOUND.recipe, placement_here(), 1, step)
-    assert (
-        stage["flops"] == plan["stages"][0]["flops"] and hlo.instructions.cache_info().misses == 0
-    )
+    assert stage["flops"] == plan["stages"][0]["flops"]
+    assert hlo.instructions.cache_info().misses == 0
 
 
 def test_search_ends_with_what_does_not_fit(rows):
@@ -195,19 +189,14 @@ def test_search_ends_with_what_does_not_fit(rows):
     ]
 
 
-def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
+def test_search_recomputes_from_the_largest_micro_batch_on(monkeypatch):
     """What training falls back to at last, its smallest micro-batch with remat, is not the best
     with remat."""
 
     def until_it_fits(recipe, placement):
         remat = placement.layout.endswith("+remat")
         for tokens in (1024, 512):
-            row = {
-                "layout": placement.layout,
-                "micro_batch_tokens": tokens,
-                "fits": remat,
-                "peak_bytes": 1,
-            }
+            row = dict(layout=placement.layout, micro_batch_tokens=tokens, fits=remat, peak_bytes=1)
             yield row | {"predicted_ms": [1, 2]}
             if remat:
                 return
@@ -268,11 +257,7 @@ def test_tables_and_comparison(plan, rows):
     for word in (
         "predicted ms",
         "seconds by term",
-        "all-gather",
-        "micro-batch",
-        "bounds:",
-        "guesses:",
-        "bottlenecks:",
+        *"all-gather micro-batch bounds: guesses: bottlenecks:".split(),
         "-bound: ",
         "compute ms between",
         "bad against bad",
@@ -367,10 +352,8 @@ def test_stages_of_several_lengths_take_their_own(tried):
     placement = placement_here(recipe, memory=12_288_000, at_once=65_536)
     for number, tokens in enumerate((8192, 8192, 12_288, 12_288)):
         taken = compile_that_fits(recipe, placement, number)
-        assert (
-            recipe.tokens_per_step(recipe.stages[number]) // 8 // taken.parts == tokens
-            and taken.head_chunk is None
-        )
+        assert recipe.tokens_per_step(recipe.stages[number]) // 8 // taken.parts == tokens
+        assert taken.head_chunk is None
 
 
 def test_steps_that_are_one_program():

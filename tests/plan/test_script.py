@@ -26,7 +26,7 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_without_a_compiler_there_are_still_counts_memory_and_flops(capsys):
+def test_without_a_compiler_there_are_counts_and_flops(capsys):
     assert planned.plan(recipe="r29", target="h100x8", compile=False) == 0
     assert "275,743,638" in capsys.readouterr().out
 
@@ -34,9 +34,8 @@ def test_without_a_compiler_there_are_still_counts_memory_and_flops(capsys):
 def test_gpt3_by_its_sizes(capsys):
     assert planned.plan("gpt3", target="h100x64", layout="fsdp", set=("LANES=64",)) == 0
     said = capsys.readouterr().out
-    assert (
-        "174,604,259,328" in said and "64 lanes" in said and "of the layers one at a time" in said
-    )
+    assert "174,604,259,328" in said and "64 lanes" in said
+    assert "of the layers one at a time" in said
 
 
 @pytest.mark.parametrize(
@@ -62,18 +61,14 @@ def test_flags_of_a_compiled_plan_are_refused_without_one(given, tmp_path, monke
     """Once ignored: nothing was compared and no file written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        BadInput,
-        match="--against, --search, --strict, --svg, --html, --bytes, --json would have no",
+        BadInput, match="--against, --search, --strict, --svg, --html, --bytes, --json"
     ):
         planned.plan(**given, **WHOLE, bytes_=True, json_=Path("f"))
     assert not list(tmp_path.iterdir())
 
 
 def test_bytes_refuse_what_they_do_not_use():
-    with pytest.raises(
-        BadInput,
-        match="one step alone, so --against, --search, --strict, --svg, --html would have no",
-    ):
+    with pytest.raises(BadInput, match="so --against, --search, --strict, --svg, --html would"):
         planned.plan("llmc", bytes_=True, **WHOLE)
 
 

@@ -102,13 +102,10 @@ def test_tpus(name: str):
     found = target.load_target(name)
     facts = found.data_sheet
     assert found.device_kind.startswith("TPU v") and found.capability == (0, 0)
-    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources", "fractions"} and set(
-        facts.peak_flops
-    ) == {"bf16"}
+    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources", "fractions"}
+    assert set(facts.peak_flops) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):
-        with pytest.raises(
-            BadInput, match=f"--target {text}: .* one of {name}x1, {name}x4, {name}x8"
-        ):
+        with pytest.raises(BadInput, match=f"--target {text}: .* {name}x1, .* {name}x8"):
             target.parse_target(text)
 
 
@@ -141,9 +138,7 @@ def test_more_than_a_node_holds_is_one_error_message():
 
 
 def test_unknown_target_is_one_error_message():
-    with pytest.raises(
-        BadInput, match="did you mean 'h100'.*known targets: a100, a100-40, b200, h100, h200, l4"
-    ):
+    with pytest.raises(BadInput, match="did you mean 'h100'.*: a100, a100-40, b200, h100"):
         target.load_target("h10")
 
 

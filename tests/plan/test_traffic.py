@@ -76,7 +76,7 @@ def test_the_pass_is_read_from_the_path(path, found):
     assert describe.pass_of(path) == found
 
 
-def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
+def test_an_own_matmul_has_flops_and_the_bytes_of_its_arrays():
     product, copy = cost.kernels(OWN)
     assert (product.kind, product.dims, product.flops) == (
         "fp8_matmul",
@@ -87,7 +87,7 @@ def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
     assert (copy.kind, copy.flops) == ("other", 0)
 
 
-def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
+def test_so_has_one_of_two_fp8_types_written_both_ways():
     (product,) = cost.kernels(OWN_FP8)
     assert (product.kind, product.dims, product.flops) == (
         "fp8_matmul",
@@ -102,9 +102,8 @@ def test_the_last_step_of_a_recipe_by_line():
     assert json.loads(json.dumps(found)) == found  # all of it is plain
     check_json(found, Traffic)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
-    assert found["expected_ms"] > 0 and any(
-        row["source"].startswith("faulty_recipe.py:") for row in found["lines"]
-    )
+    assert found["expected_ms"] > 0
+    assert any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
     console = Console(file=io.StringIO(), width=120)
     terminal.print_traffic(found, console)
     assert found["lines"][0]["source"] in console.file.getvalue()

@@ -12,12 +12,9 @@ from jspeed.run.find_recipe import find
 
 BLOCK = 8
 COMMON = {"WIDTH": 48, "MLP_WIDTH": 192, "HEADS": 6, "VOCAB": 384, "BOS": 256, "COMPUTE": "float32"}
-PACKED = COMMON | {
-    "LANE_LEN": 16 * BLOCK,
-    "EVAL_LEN": 32 * BLOCK,
-    "EVAL_TOKENS": 8 * 32 * BLOCK,
-    "BLOCK": BLOCK,
-}
+PACKED = COMMON | dict(
+    LANE_LEN=16 * BLOCK, EVAL_LEN=32 * BLOCK, EVAL_TOKENS=8 * 32 * BLOCK, BLOCK=BLOCK
+)
 PACKED |= {"MAX_DOCS": 16 * BLOCK + 1, "FP8": "off"}
 SMALL: dict[str, dict[str, Any]] = {
     "r21": PACKED | {"WINDOW": 1728 * BLOCK // 128},
@@ -97,8 +94,7 @@ def measure(name: str) -> dict[str, Any]:
     @jax.jit
     def gradients(params: Any) -> Any:
         return jax.grad(
-            lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx),
-            has_aux=True,
+            lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx), has_aux=True
         )(params)
 
     @jax.jit

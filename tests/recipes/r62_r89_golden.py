@@ -47,23 +47,18 @@ class Size:
         cut = self.documents if name == "r89" else (self.documents[1],) * 2
         fields: dict[str, Any] = {"VOCAB": self.vocab, "BOS": self.bos, "WIDTH": self.width}
         fields |= {"MLP_WIDTH": 4 * self.width, "BIGRAMS": self.bigrams, "BLOCK": self.block}
-        fields |= {
-            "STEPS": (a, b - a, steps - b, self.extra),
-            "LANE_LENS": self.lanes,
-            "MAX_DOCS": (64,) * 4,
-        }
+        fields |= dict(
+            STEPS=(a, b - a, steps - b, self.extra), LANE_LENS=self.lanes, MAX_DOCS=(64,) * 4
+        )
         fields |= {"MAX_DOC_LENS": (cut[0], *(cut[1],) * 3), "LAST_TIED": last}
         fields |= {
             "SHARES": ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0}),
             "COOLDOWN": {fall: 0.0, steps: 1.0},
         }
         fields |= {"MOMENTUM": {0: 0.85, self.warmup: 0.95, whole - self.end: 0.95, whole: 0.85}}
-        fields |= {
-            "EVAL_LEN": self.eval_len,
-            "EVAL_TOKENS": 8 * self.eval_len,
-            "COMPUTE": "float32",
-            "FP8": "off",
-        }
+        fields |= dict(
+            EVAL_LEN=self.eval_len, EVAL_TOKENS=8 * self.eval_len, COMPUTE="float32", FP8="off"
+        )
         if name == "r89":
             fields |= {"PREFIX_SHARE": {a: 0.25, b: 0.0}, "DC_WINDOW": self.composed}
         return [f"{field}={value}" for field, value in fields.items()]

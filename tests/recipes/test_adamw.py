@@ -40,7 +40,7 @@ def of_length(params, norm):
         pytest.param(1.0, 5.0, 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_the_gradient_is_clipped_to_a_norm_and_not_at_all_by_zero(name, clip, norm, seen):
+def test_the_gradient_is_clipped_to_a_norm_and_not_by_zero(name, clip, norm, seen):
     recipe = toy(name, f"CLIP={clip}", "BETA1=0.5")
     params = drawn(recipe)
     optimizer = recipe.optimizer()

@@ -138,7 +138,7 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
         assert float(cosine) > 0.98
 
 
-def test_fineweb_cpu_scores_less_than_its_parent_and_is_it_otherwise():
+def test_fineweb_cpu_is_its_parent_but_for_what_it_scores():
     """So the race of webtext/cpu (`make race-webtext`) times the sampled softmax and nothing
     else."""
     ours, theirs = (

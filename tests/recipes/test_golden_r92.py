@@ -22,23 +22,10 @@ VOCAB = 512
 BOS = 500
 LENGTH = 112
 LIMIT = 2e-5
-FIELDS = {
-    "VOCAB": VOCAB,
-    "BOS": BOS,
-    "WIDTH": 96,
-    "MLP_WIDTH": 64,
-    "NGRAMS": 64,
-    "BLOCK": 8,
-    "MUDD_WIDTH": 16,
-}
-FIELDS |= {
-    "COMPUTE": "float32",
-    "FP8": "off",
-    "OWN_KERNELS": "off",
-    "SEGMENT": 40,
-    "EVAL_LEN": 256,
-    "EVAL_TOKENS": 2048,
-}
+FIELDS = dict(VOCAB=VOCAB, BOS=BOS, WIDTH=96, MLP_WIDTH=64, NGRAMS=64, BLOCK=8, MUDD_WIDTH=16)
+FIELDS |= dict(
+    COMPUTE="float32", FP8="off", OWN_KERNELS="off", SEGMENT=40, EVAL_LEN=256, EVAL_TOKENS=2048
+)
 FIELDS |= {"LANE_LENS": (LENGTH,) * 7, "MAX_DOC_LENS": (96,) * 7, "MAX_DOCS": (64,) * 7}
 FIELDS |= {"COLUMNS": (192, 192, 192, 224, 256, 512, 512)}
 # Stage and step: the mean loss of next tokens, what is descended on, the norm of each parameter's

@@ -17,25 +17,16 @@ from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 
-SIZES = [
-    "WIDTH=256",
-    "HEADS=2",
-    "MLP_WIDTH=256",
-    "POINTER_WIDTH=16",
-    "COMPUTE=bfloat16",
-    "LANE_LENS=(16,32)",
-]
+SIZES = (
+    "WIDTH=256 HEADS=2 MLP_WIDTH=256 POINTER_WIDTH=16 COMPUTE=bfloat16 LANE_LENS=(16,32)".split()
+)
 
 
 @pytest.mark.parametrize(
     ("training", "there", "used"),
-    [
-        (True, set(OWN), True),
-        (True, OWN.keys() - {"pointer"}, False),
-        (False, set(OWN), False),
-    ],
+    [(True, set(OWN), True), (True, OWN.keys() - {"pointer"}, False), (False, set(OWN), False)],
 )
-def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_it(training, there, used):
+def test_the_pointer_is_an_own_kernel_where_a_device_has_it(training, there, used):
     """In the traced loss, at sizes that own kernels take; their numbers are in
     tests/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
@@ -91,7 +82,7 @@ def near_and_whole():
     ]
 
 
-def test_gradients_of_attention_end_in_the_stages_that_have_a_window():
+def test_gradients_of_attention_end_in_stages_with_a_window():
     """In the program: the first stage's is that of a recipe without."""
 
     def programs(number):
@@ -109,7 +100,7 @@ def test_gradients_of_attention_end_in_the_stages_that_have_a_window():
 
 
 @pytest.mark.slow
-def test_gradients_that_end_at_a_window_have_the_loss_of_those_that_do_not():
+def test_gradients_that_end_at_a_window_have_the_same_loss():
     """The loss is that of a recipe without, and its gradient is another."""
     near, whole = near_and_whole()
     rng = np.random.default_rng(0)

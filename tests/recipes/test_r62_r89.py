@@ -52,10 +52,7 @@ def test_r62_parameters_by_group():
     }
     assert {
         name: spec.shape[0] for name, spec in r62.PARAMETERS.items() if spec.axes[:1] == ("matrix",)
-    } == {
-        "attention": 40,
-        "mlp": 24,
-    }
+    } == {"attention": 40, "mlp": 24}
 
 
 def test_r62_stages():
@@ -102,20 +99,8 @@ def test_r62_rates_of_the_second_of_two_steps():
     params["mlp"] = jnp.ones((24, 2, 2))
     state = optimizer.init(params)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params, due=2)
-    rates = {
-        "head": 0.008,
-        "embed": 0.008,
-        "values": 0.6,
-        "bigrams": 0.6,
-        "smear_gate": 8e-5,
-        "skip_gate": 4e-4,
-    }
-    rates |= {
-        "start_scales": 0.04,
-        "layer_scales": 0.04,
-        "attention_gates": 0.008,
-        "smear_scale": 0.04,
-    }
+    rates = dict(head=0.008, embed=0.008, values=0.6, bigrams=0.6, smear_gate=8e-5, skip_gate=4e-4)
+    rates |= dict(start_scales=0.04, layer_scales=0.04, attention_gates=0.008, smear_scale=0.04)
     decays = {"head": 150, "embed": 150, "values": 5, "bigrams": 5, "attention_gates": 1}
     for name, rate in rates.items():
         decay = rate**2 * 0.005 * decays.get(name, 0)
@@ -127,11 +112,7 @@ def test_first_loss_of_a_head_that_is_not_zero():
     """Published logs begin at 10.828 to 10.831. Targets are independent of the head: their mean is
     over all of it."""
     full = [
-        "WIDTH=768",
-        "HEADS=6",
-        "VOCAB=50304",
-        "BOS=50256",
-        "VALUE_TABLES=1",
+        *"WIDTH=768 HEADS=6 VOCAB=50304 BOS=50256 VALUE_TABLES=1".split(),
         "VALUE_OF={0:0,1:0,3:0}",
     ]
     recipe = find("r89", [*TOYS["r89"], *full]).recipe

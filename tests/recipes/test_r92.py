@@ -51,11 +51,7 @@ def test_parameters_by_group():
     assert sizes.parameter_count(r92.PARAMETERS) == pytest.approx(65.27e9, rel=1e-3)
     assert {
         name: spec.shape[0] for name, spec in r92.PARAMETERS.items() if spec.axes[:1] == ("matrix",)
-    } == {
-        "queries_keys": 48,
-        "values_outs": 16,
-        "mlp": 24,
-    }
+    } == {"queries_keys": 48, "values_outs": 16, "mlp": 24}
 
 
 def test_flops():
@@ -183,9 +179,8 @@ def test_averages_of_the_record():
     ]
     for average, (first, last, count, age) in zip(r92.averages(), facts, strict=True):
         ticks = np.flatnonzero(average.rates)
-        assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count) and average.rates[
-            first
-        ] == 1
+        assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count)
+        assert average.rates[first] == 1
         if age:
             left = average.rates[ticks] * np.append(
                 np.cumprod(1 - average.rates[ticks][:0:-1])[::-1], 1
@@ -198,11 +193,9 @@ def test_gates_and_mixtures_at_the_start():
     assert [sum(gates.values()) for gates in r92.GATES] == [23, 13]
     assert {layer for gates in r92.GATES for kind, layer in gates if kind == "own value"} == {1, 3}
     x = jnp.ones((1, 1, 8))
-    params = {
-        "mudd_up": jnp.ones((2, 8, 4)),
-        "mudd_down": jnp.zeros((2, 4, 14)),
-        "mudd_bias": r92.MIX_STARTS / 0.1,
-    }
+    params = dict(
+        mudd_up=jnp.ones((2, 8, 4)), mudd_down=jnp.zeros((2, 4, 14)), mudd_bias=r92.MIX_STARTS / 0.1
+    )
     params["mudd_groups"] = jnp.zeros((4, 10, 12))
     starts = [0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1]
     np.testing.assert_allclose(coefficients(x, params, "mudd", 0, 0.1)[0, 0], starts, rtol=1e-6)
@@ -223,7 +216,7 @@ def test_a_mixture_of_groups_is_one_for_each_group_of_channels():
     )
 
 
-def test_candidates_are_all_targets_and_the_next_of_a_permutation():
+def test_candidates_are_targets_and_the_next_of_a_permutation():
     rng = np.random.default_rng(0)
     vocabulary, count, start = 272, 96, 1234
     targets = rng.integers(0, vocabulary, 40)
@@ -303,7 +296,7 @@ def test_canonical_evaluation():
 
 
 @pytest.mark.parametrize("asked", ["auto", "off"])
-def test_the_field_for_own_kernels_is_that_of_the_update_of_n_grams_too(asked):
+def test_the_field_for_own_kernels_holds_for_n_grams_too(asked):
     recipe = find("r92", [f"OWN_KERNELS={asked}"]).recipe
     assert [each.own_kernels for each in recipe.row_optimizers().values()] == [asked]
 
@@ -312,7 +305,7 @@ INTERPRETED = "queries and keys", "XSA", "gradient of a norm"
 
 
 @pytest.mark.slow
-def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypatch):
+def test_own_kernels_around_attention_change_no_gradient(monkeypatch):
     """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks
     none."""
     called, kernels = [], {name: own_kernel(name).kernel for name in OWN}
@@ -339,14 +332,7 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
         return attention(q, k, v, scale=scale, documents=documents, window=window)
 
     monkeypatch.setattr(attention_backends, "cudnn", stand_in)
-    sizes_ = [
-        "WIDTH=256",
-        "HEADS=2",
-        "MLP_WIDTH=256",
-        "GATE_WIDTH=12",
-        "COMPUTE=bfloat16",
-        "FP8=off",
-    ]
+    sizes_ = "WIDTH=256 HEADS=2 MLP_WIDTH=256 GATE_WIDTH=12 COMPUTE=bfloat16 FP8=off".split()
     found = []
     for way in ("off", "on"):
         recipe = find(

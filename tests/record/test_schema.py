@@ -23,16 +23,11 @@ RUN = as_run(60.5) | {
 }
 TABLE = {"rows": {"shape": [1000, 8], "axes": ["row", "model"], "reads": 2}}
 TABLE |= {"values": {"shape": [3, 100, 8], "axes": ["table", "token", "model"], "reads": 1}}
-TABLE |= {
-    "head": {"shape": [100, 8], "axes": ["vocab", "model"]},
-    "gain": {"shape": [], "axes": []},
-}
+TABLE |= dict(head={"shape": [100, 8], "axes": ["vocab", "model"]}, gain={"shape": [], "axes": []})
 RUN |= {"holdout": {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}}
-RUN |= {
-    "parameter_table": TABLE,
-    "parameters": 8000 + 2400 + 800 + 1,
-    "active_parameters": 16 + 24 + 800 + 1,
-}
+RUN |= dict(
+    parameter_table=TABLE, parameters=8000 + 2400 + 800 + 1, active_parameters=16 + 24 + 800 + 1
+)
 RUN |= {
     "gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []},
     "resumed": [],
@@ -42,12 +37,7 @@ RUN |= {
     "code": {"modules": 100, "sha256": "ab" * 32, "extension": "cd" * 32},
     "clock_stepped": 30.0,
     "unread": {"tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395},
-    "carried": {
-        "numbers": {"step": 120},
-        "places": {"step": 600},
-        "arrays": [HELD],
-        "calls": [],
-    },
+    "carried": {"numbers": {"step": 120}, "places": {"step": 600}, "arrays": [HELD], "calls": []},
     "programs": {"loaded": False, "sha256": {"step": ["ab" * 32]}},
     "probes": RUN["probes"] | {"stream_repeats": {"passed": True}},
     "weighted": False,
@@ -156,35 +146,17 @@ def test_every_probe_is_required_of_a_run_that_had_it() -> None:
 def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
     check({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     check(RUN | {"head_chunk": None})
-    assert "'head_chunk': expected a whole number of 1 or more or null" in message(
-        changed("head_chunk", 0)
-    )
+    assert "'head_chunk': expected a whole number of 1 or more" in message(changed("head_chunk", 0))
 
 
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (
-            "parameters",
-            11_200,
-            "field 'parameters': expected 11201, which follows from parameter_table, found 11200",
-        ),
-        (
-            "active_parameters",
-            11_201,
-            "field 'active_parameters': expected 841, which follows from parameter_table",
-        ),
+        ("parameters", 11_200, "field 'parameters': expected 11201"),
+        ("active_parameters", 11_201, "field 'active_parameters': expected 841"),
         ("parameter_table.rows.reads", 3, "field 'active_parameters': expected 849, which follows"),
-        (
-            "parameter_table.values.axes",
-            ["token", "model"],
-            "field 'parameter_table.values.axes': expected 3 names",
-        ),
-        (
-            "parameter_table.rows.shape",
-            [-1, 8],
-            "field 'parameter_table.rows.shape[0]': expected a whole number of",
-        ),
+        ("parameter_table.values.axes", ["token", "model"], "field 'parameter_table.values.axes'"),
+        ("parameter_table.rows.shape", [-1, 8], "field 'parameter_table.rows.shape[0]'"),
     ],
 )
 def test_both_numbers_of_parameters_follow_from_the_table(
@@ -227,12 +199,7 @@ def test_each_field_has_a_type(name: str) -> None:
             for name in ("a/b", "<script>alert(1)</script>", "..")
         ),
         ("target_loss", math.nan, "a finite number (nats per token)", "nan"),
-        (
-            "wall_seconds",
-            math.inf,
-            "a finite number of at least 0 and at most 1e12 (seconds)",
-            "inf",
-        ),
+        ("wall_seconds", math.inf, "a finite number of at least 0 and at most 1e12", "inf"),
         ("val_loss", "1.39", "a finite number or null", "'1.39' (str)"),
         ("status", "done", "'finished' or 'stopped' or 'interrupted' or 'diverged'", "'done'"),
         ("status", ["finished"], "'finished' or", "list"),
@@ -255,13 +222,9 @@ def test_a_wrong_value_is_named(place: str, value: object, expected: str, found:
 
 
 def test_places_inside_lists_and_objects_are_named() -> None:
-    assert "'ledger[1].timed': expected true or false, found 1" in message(
-        changed("ledger.1.timed", 1)
-    )
+    assert "'ledger[1].timed': expected true or false" in message(changed("ledger.1.timed", 1))
     assert "'curve[2].step'" in message(changed("curve.2.step", None))
-    assert "'probes.causality.passed': expected true or false, found no such field" in message(
-        changed("probes", {"causality": {}})
-    )
+    assert "'probes.causality.passed'" in message(changed("probes", {"causality": {}}))
 
 
 @pytest.mark.parametrize(
@@ -350,16 +313,10 @@ WHOLE = json.dumps(RUN)
         (b"", "is cut short at line 1"),
         (WHOLE[:400].encode(), "is cut short"),
         (WHOLE[:-1].encode(), "is cut short"),
-        (
-            WHOLE.replace(":", "=", 1).encode(),
-            "is not JSON (Expecting ':' delimiter) at line 1, column 10",
-        ),
+        (WHOLE.replace(":", "=", 1).encode(), "is not JSON (Expecting ':' delimiter) at line 1"),
         (b"\xff\xfe{}", "is not JSON text"),
         (b"[1, 2]", "expected an object with the fields of a run, found [1, 2] (list)"),
-        (
-            WHOLE.replace('"schema": 2', '"schema": 3').encode(),
-            "field 'schema': expected 2, the one",
-        ),
+        (WHOLE.replace('"schema": 2', '"schema": 3').encode(), "field 'schema': expected 2"),
         (WHOLE.replace('"rate": 0.5', '"rate": NaN').encode(), "holds what JSON cannot"),
         (WHOLE.replace("80.5", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
         (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
@@ -391,9 +348,7 @@ def test_any_value_that_was_changed_is_noticed(tmp_path: Path) -> None:
         ("something_newer", 1),
         ("sha256", "0" * 64),
     ]:  # fmt: skip
-        with pytest.raises(
-            BadInput, match=r"x\.json: field 'sha256': expected the hash of the other fields"
-        ):
+        with pytest.raises(BadInput, match=r"x\.json: field 'sha256': expected the hash"):
             parse_run(json.dumps(changed(place, value)).encode(), tmp_path / "x.json")
     spaced = json.dumps(dict(reversed(RUN.items())), indent=8).encode()
     assert parse_run(spaced, tmp_path / "x.json") == RUN, "order and white space are no content"
@@ -410,8 +365,5 @@ def test_the_rooms_do_not_import_jax() -> None:
 def test_seconds_too_large_to_add_are_a_message(tmp_path: Path) -> None:
     run = as_run()
     run["ledger"] += [{"name": "pause", "seconds": 1.7e308, "timed": False}] * 2
-    with pytest.raises(
-        BadInput,
-        match=r"field 'ledger\[5\]\.seconds': expected a finite number of at least 0 and at most",
-    ):
+    with pytest.raises(BadInput, match=r"field 'ledger\[5\]\.seconds': expected a finite"):
         write_run(tmp_path, run)

@@ -99,12 +99,11 @@ def test_a_hundred_thousand_tokens_and_any_number_of_threads():
             index.push(step, rows)
         answers.append(listed(index.query(10, asked)))
     assert answers[0] == answers[1] == answers[2] == told(asked, steps, (1, 3, 5))
-    assert {length for length, _, _ in answers[0]} >= {1, 3, 5} and max(
-        times for _, times, _ in answers[0]
-    ) == 96
+    assert {length for length, _, _ in answers[0]} >= {1, 3, 5}
+    assert max(times for _, times, _ in answers[0]) == 96
 
 
-def test_validation_text_is_found_only_as_far_as_it_was_trained_on():
+def test_validation_text_is_found_as_far_as_it_was_trained_on():
     """A sentence planted in the validation shard alone, twice, beside one that the training shard
     has too."""
     rng = np.random.default_rng(0)
@@ -135,9 +134,7 @@ def test_steps_follow_each_other_and_see_no_later_one():
     index.push(0, rows)
     for wrong in (0, 2):
         for call in (index.push, index.query):
-            with pytest.raises(
-                BadInput, match=f"step {wrong} should see the steps before it .* holds 1 steps"
-            ):
+            with pytest.raises(BadInput, match=f"step {wrong} should see .* holds 1 steps"):
                 call(wrong, rows)
     assert index.query(1, rows).tokens[0, :, 0].tolist() == [2, 1, 2, 1]
 
@@ -146,9 +143,7 @@ def test_memory_is_stated_and_enforced():
     index = ContextIndex(6, lengths=[1, 2], bos_id=BOS, threads=1)
     assert index.nbytes == 6 * (4 + 2 * 8) + 2 * 16 * 8  # slots come in lines of eight
     index.push(0, np.ones((1, 4), np.uint16))
-    with pytest.raises(
-        BadInput, match="step 1 has 3 tokens, but the index holds 4 and has room for 6"
-    ):
+    with pytest.raises(BadInput, match="the index holds 4 and has room for 6"):
         index.push(1, np.ones((1, 3), np.uint16))
     index.push(1, np.ones((1, 2), np.uint16))
     assert (index.num_tokens, index.steps) == (6, 2)

@@ -38,7 +38,7 @@ def test_every_cell_has_a_number_of_its_own():
     assert int(retrieved.cells(nothing, LENGTHS)[0, 0]) == 0
 
 
-def test_the_mean_embedding_is_weighed_by_counts_and_no_gradient_reaches_the_table():
+def test_the_mean_embedding_is_weighed_by_counts():
     rng = np.random.default_rng(0)
     table, found = rng.normal(size=(11, 8)).astype(np.float32), matches(rng)
     means = np.zeros((2, 5, 8))
@@ -59,7 +59,7 @@ def test_the_mean_embedding_is_weighed_by_counts_and_no_gradient_reaches_the_tab
     assert not np.any(grad)
 
 
-def test_terms_are_scaled_by_cell_and_there_are_none_without_an_index():
+def test_terms_are_scaled_by_cell_and_need_an_index():
     rng = np.random.default_rng(1)
     table, found = jnp.asarray(rng.normal(size=(11, 8)), jnp.float32), matches(rng)
     scales = jnp.asarray(rng.normal(size=(retrieved.number_of_cells(LENGTHS), 2)), jnp.float32)

@@ -73,7 +73,7 @@ def assert_same(rows, tokens, found):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_a_step_is_told_of_the_steps_before_it_and_an_evaluation_of_all_so_far(dtype):
+def test_a_step_is_told_of_those_before_an_evaluation_of_all(dtype):
     steps = expected()
     with retriever(dtype=dtype) as ours:
         assert not split(ASKED, ours.looked_up(VAL))[1].lengths_BT.any()

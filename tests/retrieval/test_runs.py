@@ -103,12 +103,9 @@ def made(tmp_path):
             {"tokenizer": "bytes", "vocab_size": 257, "bos_id": BOS, "source": {}},
             "toy",
         )
-        given = {
-            "data": folder,
-            "recipe": str(tmp_path / "followed.py"),
-            "run_dir": tmp_path / name,
-            "sample": False,
-        }
+        given = dict(
+            data=folder, recipe=str(tmp_path / "followed.py"), run_dir=tmp_path / name, sample=False
+        )
         train(Options(**given | {"progress": False} | options))
         return json.loads((tmp_path / name / "run.json").read_text())
 
@@ -125,16 +122,12 @@ def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsy
     """Each of its documents is the same passage; the index knows it where the run has trained on
     it, and only there."""
     unseen = made("unseen")
-    assert unseen["status"] == "finished" and all(
-        probe["passed"] for probe in unseen["probes"].values()
-    )
+    assert unseen["status"] == "finished"
+    assert all(probe["passed"] for probe in unseen["probes"].values())
     assert TWICE not in capsys.readouterr().out
-    assert unseen["retrieval"] == {
-        "lengths": [4, 8],
-        "recent": 96,
-        "top": 2,
-        "tokens": 8 * (12 * 97 + 12 * 129),
-    }
+    assert unseen["retrieval"] == dict(
+        lengths=[4, 8], recent=96, top=2, tokens=8 * (12 * 97 + 12 * 129)
+    )
     assert unseen["val_loss"] == pytest.approx(
         evaluated(tmp_path / "unseen", tmp_path / "shards-False", False), abs=1e-5
     )

@@ -60,12 +60,7 @@ def options(tmp_path, monkeypatch):
     )
 
     def build(name, **rest):
-        given = {
-            "data": tmp_path / "data",
-            "run_dir": tmp_path / name,
-            "set_": SETS,
-            "sample": False,
-        }
+        given = dict(data=tmp_path / "data", run_dir=tmp_path / name, set_=SETS, sample=False)
         return Options("track3", progress=False, target_loss=9.0, **given | rest)
 
     return build

@@ -121,20 +121,14 @@ def test_only_gpt2_tokens_can_be_canonical(case, tmp_path):
         [tmp_path / "a.jsonl"], tmp_path / "bytes", tokenise.Tokenising("bytes", 0.3)
     )
     options = Options(recipe, data=data, run_dir=tmp_path / "run", progress=False)
-    with pytest.raises(
-        BadInput,
-        match="pairs is canonical, which needs tokens of gpt2, and the data hold those of bytes",
-    ):
+    with pytest.raises(BadInput, match="needs tokens of gpt2, and the data hold those of bytes"):
         train.train(options)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_vocabulary_must_be_there(case, tmp_path, monkeypatch):
     recipe, data = case
-    with pytest.raises(
-        BadInput,
-        match="pairs is canonical, which needs the vocabulary: not here, or --set CANONICAL=False",
-    ):
+    with pytest.raises(BadInput, match="pairs .* the vocabulary: not here, or --set CANONICAL="):
         train.train(
             Options(recipe, data=data, run_dir=tmp_path / "run", progress=False),
             Hooks(gpt2_byte_pairs=absent),

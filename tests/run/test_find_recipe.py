@@ -87,7 +87,7 @@ def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
     assert note(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
 
 
-def test_a_signal_while_a_recipe_is_read_is_no_fault_of_the_recipe(tmp_path: Path):
+def test_a_signal_while_a_recipe_is_read_is_no_fault_of_it(tmp_path: Path):
     path = tmp_path / "mine.py"
     path.write_text("from jspeed.errors import Terminated\n\nraise Terminated(143)\n")
     with pytest.raises(Terminated):
@@ -125,11 +125,7 @@ def test_set_reaches_everything_derived():
         ("x/" + "y" * 5000, (), "does not exist"),
         ("stdlib", ("WIDTH",), r"--set WIDTH: there is no value; write WIDTH=VALUE \(now 192\)"),
         ("stdlib", ("WIDTH=",), "is a whole number .now 192., found ''; give a whole number"),
-        (
-            "stdlib",
-            ("WIDTH=wide",),
-            "is a whole number .now 192., found 'wide'; give a whole number",
-        ),
+        ("stdlib", ("WIDTH=wide",), "is a whole number .now 192., found 'wide'"),
         ("stdlib", ("WIDTH=1.5",), "found '1.5'; give a whole number"),
         ("stdlib", ("WIDTH=True",), "found 'True'"),
         ("stdlib", ("MUON_LR=1e999",), "is a finite number .now 0.035., found '1e999'"),
@@ -155,10 +151,7 @@ def test_refuses(name, sets, words):
         ("RECIPE = 1\n", "defines no RECIPE"),
         ("def\n", "cannot be read as Python"),
         ("import nothing_like_this\n", "fails at line 1 with ModuleNotFoundError"),
-        (
-            "import sys\n\nsys.exit(0)\n",
-            r"ends the program at line 3 by sys.exit\(0\); a recipe only defines",
-        ),
+        ("import sys\n\nsys.exit(0)\n", r"ends the program at line 3 by sys.exit\(0\)"),
         ("raise GeneratorExit\n", "fails at line 1 with GeneratorExit"),
         ("return\n", r"cannot be read as Python: SyntaxError: 'return' outside function .* line 1"),
         ("x = '\0'\n", "cannot be read as Python"),

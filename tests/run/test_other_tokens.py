@@ -68,9 +68,8 @@ def test_from_text_to_text_with_an_own_tokenizer(data, tmp_path, capsys):
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     tokens = {"tokenizer": name, "vocab_size": 6, "bos_id": 5}
     changed = {"VOCAB": 128, "BOS": 5, "tokens": tokens}
-    assert (
-        run["track"] == "own-tokens" and {key: run["overrides"][key] for key in changed} == changed
-    )
+    assert run["track"] == "own-tokens"
+    assert {key: run["overrides"][key] for key in changed} == changed
     assert run["recipe_hash"] == load_recipe(options).hash != find("fineweb-cpu", sets).hash
 
     model = load_model(tmp_path / "run")
@@ -95,9 +94,8 @@ def test_every_recipe_takes_other_tokens_or_says_why_not(name, ids):
     fitted = fit(found, sets, facts)
     data, vocab = fitted.recipe.data, fitted.fields["VOCAB"]
     padded = found.fields["VOCAB"] > found.recipe.data.vocab_size
-    assert (data.vocab_size, data.bos_id) == (ids, ids - 1) and (
-        ids < vocab if padded else ids == vocab
-    )
+    assert (data.vocab_size, data.bos_id) == (ids, ids - 1)
+    assert ids < vocab if padded else ids == vocab
     assert {spec.shape[0] for path, spec in fitted.recipe.parameters.items() if path == "head"} <= {
         vocab
     }
@@ -143,13 +141,9 @@ def test_what_is_taken(recipe, sets, facts, fields, data):
     assert (fitted.recipe.data.vocab_size, fitted.recipe.data.bos_id) == data and fitted.note
 
 
-ROWS = {
-    "tokenizer": "symbols",
-    "vocab_size": 28,
-    "bos_id": 26,
-    "pad_id": 27,
-    "source": {"kind": "names", "row": 8},
-}
+ROWS = dict(
+    tokenizer="symbols", vocab_size=28, bos_id=26, pad_id=27, source={"kind": "names", "row": 8}
+)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +187,7 @@ def test_other_recipes_take_rows_as_text():
 
 
 def test_a_given_vocabulary_must_hold_the_ids():
-    with pytest.raises(
-        BadInput, match="for which VOCAB=299 is too small; give VOCAB=300, or leave it out"
-    ):
+    with pytest.raises(BadInput, match="VOCAB=299 is too small; give VOCAB=300"):
         fit(find("fineweb-cpu", ["VOCAB=299"], trace=False), ["VOCAB=299"], MINE)
 
 

@@ -21,12 +21,7 @@ from ..toys import TOYS
 BOS, LONGEST = 5, 40  # validation documents are not cut at MAX_DOC_LEN
 SETS = (
     *TOYS["r29"],
-    "STEPS=3",
-    "LANES=2",
-    "LANE_LEN=128",
-    "MAX_DOCS=80",
-    "EVAL_LEN=128",
-    "EVAL_TOKENS=256",
+    *"STEPS=3 LANES=2 LANE_LEN=128 MAX_DOCS=80 EVAL_LEN=128 EVAL_TOKENS=256".split(),
 )
 
 
@@ -71,13 +66,7 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
     monkeypatch.setattr(setup, "device_of", here)
 
     def run(name, **rest):
-        how = {
-            "data": folder,
-            "run_dir": tmp_path / name,
-            "set_": SETS,
-            "sample": False,
-            "progress": False,
-        }
+        how = dict(data=folder, run_dir=tmp_path / name, set_=SETS, sample=False, progress=False)
         train(Options("r29", target_loss=9.0, **how | rest))
         return json.loads((tmp_path / name / "run.json").read_text())
 

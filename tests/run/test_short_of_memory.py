@@ -48,7 +48,7 @@ def test_two_programs_at_a_time_are_compiled_on_gpus(monkeypatch, kind, most):
     assert max(seen) == most
 
 
-def test_what_runs_out_of_memory_beside_others_is_compiled_again_alone():
+def test_what_runs_out_of_memory_is_compiled_again_alone():
     calls, beside = [], threading.Event()
 
     def one(job, _):
@@ -97,9 +97,7 @@ def test_the_first_error_ends_the_other_jobs():
         ("r92", 107_900_000_000, 21_150_720),  # an H200's
     ],
 )
-def test_a_state_without_room_is_refused_before_anything_is_compiled(
-    name, memory, rows, monkeypatch
-):
+def test_a_state_without_room_is_refused_before_compiling(name, memory, rows, monkeypatch):
     compiled = []
     one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     gpu = dataclasses.replace(GPU, memory=memory)

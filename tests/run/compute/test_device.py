@@ -75,7 +75,7 @@ def test_refuses_a_batch_that_does_not_divide(devices, micro_batch):
     assert str(micro_batch if micro_batch is not None else devices) in str(error.value)
 
 
-def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
+def test_a_device_takes_the_whole_lanes_of_its_micro_batch():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu = device.device_of(mesh)
     assert division.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == (4, 8)
@@ -97,10 +97,8 @@ def test_a_placement_has_the_micro_batches_of_each_stage():
     )
     assert place(two, mesh, "zero1", dataclasses.replace(cpu, micro_batch=64)).parts == (2, 4)
     asked = place(two, mesh, "zero1", cpu, 32)
-    assert (
-        asked.micro_batches == ((4,), (8,))
-        and place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
-    )
+    assert asked.micro_batches == ((4,), (8,))
+    assert place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
     with pytest.raises(BadInput, match="--micro-batch 16: .*8 lanes of 32"):
         place(two, mesh, "zero1", cpu, 16)
     with pytest.raises(BadInput, match="zero2"):
@@ -125,9 +123,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     large, small = needs(1), needs(2)
     assert small < large
     tight = dataclasses.replace(cpu, memory=(small + large) // 2)
-    with pytest.raises(
-        BadInput, match="GB a device with 512 tokens at once .*; leave out --micro-batch"
-    ):
+    with pytest.raises(BadInput, match="with 512 tokens at once .* --micro-batch"):
         program.fit(recipe, place(recipe, mesh, "zero1", tight, 512), 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
@@ -161,14 +157,9 @@ def test_an_evaluation_that_does_not_fit_is_refused():
     [
         *[
             "",
-            "data",
-            "data=x",
-            "model=2",
-            "data=0",
-            "data=-1,model=-1",
-            "data=-2",
-            "data=2,data=2",
-            "data=2,pip=2",
+            *(
+                "data data=x model=2 data=0 data=-1,model=-1 data=-2 data=2,data=2 data=2,pip=2"
+            ).split(),
         ],
         *[
             "data=100000000",
@@ -184,11 +175,9 @@ def test_refuses_mesh_text(text):
         parse_mesh(text)
 
 
-def test_a_process_is_not_asked_for_more_cpu_devices_than_it_can_have(monkeypatch):
+def test_a_process_is_asked_for_no_more_cpu_devices_than_it_has(monkeypatch):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    with pytest.raises(
-        BadInput, match="--mesh data=500,model=2 asks for 1000 devices of one process; give at most"
-    ):
+    with pytest.raises(BadInput, match="--mesh data=500,model=2 asks for 1000 devices"):
         request_cpu_devices(parse_mesh("data=500,model=2"))
 
 
@@ -200,9 +189,7 @@ def test_attention_backends_are_those_of_the_devices():
         (mesh_of(1), ""),
         (cuda("9.0"), "splash"),
     ]:
-        with pytest.raises(
-            BadInput, match=f"--attention {backend}: on .* devices the backends are .*xla"
-        ):
+        with pytest.raises(BadInput, match=f"--attention {backend}: .* the backends are .*xla"):
             device.device_of(mesh, backend)
 
 
@@ -215,9 +202,7 @@ def test_mesh_fills_minus_one_and_counts_devices():
 def test_refuses_a_layout_and_says_why():
     with pytest.raises(BadInput, match="--layout zero2 is unknown \\(did you mean 'zero1'"):
         check_layout("zero2", mesh_of(2), find("stdlib", TOYS["stdlib"]).recipe)
-    with pytest.raises(
-        BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"
-    ):
+    with pytest.raises(BadInput, match="axis 'model' of size 2 .* give --mesh data=8"):
         check_layout(
             "zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe
         )
@@ -255,7 +240,7 @@ def other(platform, **attributes):
         (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is an unknown device kind"),
     ],
 )
-def test_a_device_that_is_not_known_gets_the_plain_path_and_a_note(mesh, note):
+def test_an_unknown_device_gets_the_plain_path_and_a_note(mesh, note):
     found = device.device_of(mesh)
     assert (found.attention, found.fp8, found.fallbacks) == (
         "xla",
@@ -274,10 +259,8 @@ def test_a_tpu_gets_splash_attention_then_xla():
     found = device.device_of(mesh, recipe=find("r29", TOYS["r29"]).recipe)
     assert (found.attention, found.fallbacks, found.fp8) == ("splash", ("xla",), "missing")
     assert found.note.startswith("TPU v5 lite: splash attention, no FP8") and not found.asked
-    assert (
-        device.device_of(mesh, "splash").fallbacks == ()
-        and device.device_of(mesh, "xla").attention == "xla"
-    )
+    assert device.device_of(mesh, "splash").fallbacks == ()
+    assert device.device_of(mesh, "xla").attention == "xla"
     with pytest.raises(BadInput, match="on tpu devices the backends are splash, xla"):
         device.device_of(mesh, "cudnn")
 
@@ -309,7 +292,7 @@ def test_flags_of_the_user_s_go_before_options_for_gpus(monkeypatch):
     assert compiler.options_for("gpu") == compiler.GPU_OPTIONS
 
 
-def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
+def test_a_tpu_s_compiler_short_of_memory_is_asked_for_less(monkeypatch):
     """Its words are those of libtpu 0.0.42 for a v5e."""
     words = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
@@ -393,16 +376,13 @@ def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
     assert not Context(stage, training=False, kernels=there).kernel(asked, "MLP")
 
 
-def test_own_kernels_that_were_asked_for_and_do_not_run_are_a_sentence():
+def test_asked_own_kernels_that_do_not_run_are_a_sentence():
     stage = find("stdlib", trace=False).recipe.stages[0]
     there = {"MLP": KERNEL}
     assert Context(stage, training=True, kernels=there).kernel("on", "MLP") == KERNEL
     # a recipe is read before devices are known
     assert not Context(stage, training=True).kernel("on", "MLP")
-    with pytest.raises(
-        BadInput,
-        match="field OWN_KERNELS is 'on' but these devices do not run jspeed's own kernels",
-    ):
+    with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but these devices do not"):
         Context(stage, training=True, kernels={}).kernel("on", "MLP")
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'yes'; expected"):
         Context(stage, training=True, kernels=there).kernel("yes", "MLP")

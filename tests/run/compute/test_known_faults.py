@@ -23,21 +23,13 @@ def step(width: int) -> str:
 @pytest.mark.parametrize(
     ("version", "packed", "says"),
     [
-        (
-            {"cuDNN": (9, 10, 1)},
-            False,
-            "cuDNN 9.10.1 computes 16-bit attention wrongly; pip install -U nvidia-cudnn",
-        ),
+        ({"cuDNN": (9, 10, 1)}, False, "cuDNN 9.10.1 computes 16-bit attention wrongly"),
         ({"cuDNN": (9, 10, 2)}, True, None),
         ({"cuDNN": (9, 14, 0)}, True, "cuDNN 9.14.0 computes windows within documents wrongly"),
         ({"cuDNN": (9, 14, 0)}, False, None),
         ({"cuDNN": None}, True, None),
         ({"jaxlib": (0, 10, 1)}, True, None),
-        (
-            {"jaxlib": (0, 10, 2)},
-            True,
-            "jaxlib 0.10.2 adds single fp32 numbers by compare-and-swap (jax issue 38806)",
-        ),
+        ({"jaxlib": (0, 10, 2)}, True, "jaxlib 0.10.2 adds single fp32 numbers by"),
         ({"jaxlib": (0, 11, 0)}, False, "jaxlib 0.11.0 adds single fp32 numbers"),
         ({}, True, None),
     ],

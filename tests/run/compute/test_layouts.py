@@ -91,7 +91,7 @@ def test_every_layout_gives_the_losses_of_one_device(name, way):
 @pytest.mark.parametrize(
     "spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "model")]
 )
-def test_bf16_gradients_are_summed_on_a_mesh_that_xla_partitions_too(spec):
+def test_bf16_gradients_are_summed_where_xla_partitions_too(spec):
     """XLA for CPUs turns bf16 sums into fp32, and aborts the process where JAX left a constraint in
     the sum."""
     mesh, gradient = mesh_of(data=2, model=2), jnp.arange(16, dtype=jnp.bfloat16).reshape(4, 4)
@@ -250,12 +250,7 @@ def test_remat_takes_less_memory_and_more_flops():
     """
     sets = [
         *TOYS["llmc"],
-        "LAYERS=6",
-        "LANES=16",
-        "LANE_LEN=32",
-        "EVAL_LEN=32",
-        "WIDTH=64",
-        "MLP_WIDTH=256",
+        *"LAYERS=6 LANES=16 LANE_LEN=32 EVAL_LEN=32 WIDTH=64 MLP_WIDTH=256".split(),
     ]
     recipe, mesh = find("llmc", sets).recipe, mesh_of(1)
     rows, rows_again, loop, loop_again = (
@@ -282,34 +277,14 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
     [
         ("zero", {"data": 8}, "track3", "--layout zero is unknown (did you mean 'zero1'?)"),
         ("tp", {"data": 8}, "track3", "shards over mesh axis 'model', and the mesh is {'data': 8}"),
-        (
-            "zero1",
-            {"data": 4, "model": 2},
-            "track3",
-            "the mesh axis 'model' of size 2 would repeat the same work",
-        ),
+        ("zero1", {"data": 4, "model": 2}, "track3", "the mesh axis 'model' of size 2 would"),
         ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),
         ("pp", {"data": 4, "pipe": 2}, "r29", "the layers of recipe r29 are not alike"),
         ("zero1+remat", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
         ("zero1+scan", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
-        (
-            "dp+scan+scan",
-            {"data": 8},
-            "track3",
-            "known layouts: dp, zero1, fsdp, tp, fsdp+tp, pp, and each with +remat or",
-        ),
-        (
-            "pp",
-            {"data": 1, "pipe": 8},
-            "track3",
-            "4 layers of recipe track3 cannot be divided over 8 stages",
-        ),
-        (
-            "tp",
-            {"data": 1, "model": 8},
-            "track3",
-            "recipe track3: attention has 4 heads, which 8 devices cannot share",
-        ),
+        ("dp+scan+scan", {"data": 8}, "track3", "known layouts: dp, zero1, fsdp, tp, fsdp+tp, pp"),
+        ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided"),
+        ("tp", {"data": 1, "model": 8}, "track3", "recipe track3: attention has 4 heads"),
     ],
 )
 def test_what_does_not_fit_is_refused(layout, axes, name, says):
@@ -344,9 +319,7 @@ def test_a_block_that_changes_what_it_was_given_cannot_be_a_loop(layout):
     if layout == "dp":
         layouts.check_layout(layout, mesh, own)
         return
-    with pytest.raises(
-        BadInput, match="a block of recipe stdlib must return what it was given in the same shapes"
-    ):
+    with pytest.raises(BadInput, match="a block of recipe stdlib .* in the same shapes"):
         layouts.check_layout(layout, mesh, own)
 
 
@@ -413,9 +386,8 @@ def test_the_table_cuts_nothing_in_a_pipe():
     console = Console(file=io.StringIO(), width=60)
     layout_table(console, toy("gpt2"), placed("tp", data=2, model=2))
     said = console.file.getvalue()
-    assert (
-        "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
-    )
+    assert "…" not in said and "why not sharded" in said
+    assert said.count("no axis that tp shards") > 5
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])

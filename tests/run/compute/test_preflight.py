@@ -110,16 +110,13 @@ def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
     found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
-    assert (
-        found.device.attention == "xla"
-        and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
-    )
+    assert found.device.attention == "xla"
+    assert f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
     interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
     monkeypatch.setattr(attention_backends, backend, interpreted)
     found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
-    assert found.device.attention == backend and found.checks == (
-        f"attention {backend}, packed, heads of 64",
-    )
+    assert found.device.attention == backend
+    assert found.checks == (f"attention {backend}, packed, heads of 64",)
 
 
 def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
@@ -145,9 +142,8 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
         assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
         assert found.refused[0].startswith(f"attention cudnn: {words}")
     found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), {}, said)
-    assert found.device.attention == "cudnn" and found.checks == (
-        "attention cudnn, packed, heads of 128",
-    )
+    assert found.device.attention == "cudnn"
+    assert found.checks == ("attention cudnn, packed, heads of 128",)
 
 
 @pytest.mark.parametrize("off", [False, True])
@@ -177,28 +173,22 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
-    with pytest.raises(
-        BadInput,
-        match="no attention backend works on these devices: attention cudnn: .*; attention x",
-    ):
+    with pytest.raises(BadInput, match="no attention backend works .* cudnn: .*; attention x"):
         preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {}, said)
 
 
 def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
     native = device.Device("gpu", "xla", "native", 512)
     found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
-    assert (
-        found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
-    )
+    assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks
+    assert not said.file.getvalue()
     right = fp8.matmul
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
     found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
     assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
-    with pytest.raises(
-        BadInput, match="field FP8 is 'on' but the preflight refuses FP8 matmuls: the output is off"
-    ):
+    with pytest.raises(BadInput, match="FP8 is 'on' but the preflight .*: the output is off"):
         preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "on"}, said)
     assert (
         preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8
@@ -221,27 +211,18 @@ def own_kernels(monkeypatch):
 @pytest.mark.slow
 def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device == OWN and found.checks[-2:] == (
-        "own kernel XSA",
-        "own kernel pointer",
-    )
+    assert found.device == OWN and found.checks[-2:] == ("own kernel XSA", "own kernel pointer")
     assert not said.file.getvalue()
     right = pointer_attention.KERNEL.run
     wrong = Kernel(lambda *a: [a_percent_off(x) for x in right(*a)])
     monkeypatch.setattr(pointer_attention, "KERNEL", wrong)
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert (
-        found.device.own_kernels == {"XSA"}
-        and found.checks[-1] == "own kernel XSA"
-        and found.record()["own"]
-    )
+    assert found.device.own_kernels == {"XSA"} and found.checks[-1] == "own kernel XSA"
+    assert found.record()["own"]
     [line] = said.file.getvalue().splitlines()
     assert "own kernel pointer: shares, result 1, is off by " in line
     assert line.endswith("attention by xla; XLA's instead of own kernel pointer")
-    with pytest.raises(
-        BadInput,
-        match="OWN_KERNELS is 'on' but the preflight refuses own kernel pointer: shares",
-    ):
+    with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* pointer: shares"):
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
     assert (
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks
@@ -249,7 +230,7 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
     )
 
 
-def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
+def test_a_step_that_own_kernels_do_not_fit_does_without(said, monkeypatch):
     def compile_program(recipe, placement, rows):
         if placement.device.own_kernels:
             raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
@@ -260,9 +241,7 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
     _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (pointer kernel: width" in said.file.getvalue()
-    with pytest.raises(
-        BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: width"
-    ):
+    with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* compiled .*: width"):
         preflight.compile_or_fall_back(RECIPE, start, 1, {"OWN_KERNELS": "on"}, said)
 
 
@@ -322,10 +301,7 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     start = preflight.Preflight(on(one_device(), with_cudnn()))
     program, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert program.attention == found.device.attention == "xla"
-    assert (
-        "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla"
-        in (said.file.getvalue())
-    )
+    assert "cudnn: the step cannot be compiled with it (INTERNAL" in (said.file.getvalue())
     # The next one is checked as the first one was, unless nothing is (--no-preflight): no test
     # leaves cuDNN's name.
     assert not found.checks
@@ -340,13 +316,10 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("triton", "xla"))))
     monkeypatch.setattr(attention_backends, "triton", refuses)
     _, found = preflight.compile_or_fall_back(RECIPE, three, 1, {}, said)
-    assert found.device.attention == "xla" and found.refused[-1].startswith(
-        "attention triton: Refused"
-    )
+    assert found.device.attention == "xla"
+    assert found.refused[-1].startswith("attention triton: Refused")
     asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
-    with pytest.raises(
-        BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"
-    ):
+    with pytest.raises(BadInput, match="--attention cudnn: .* cannot be compiled .* .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, asked, 1, {}, said)
 
 
@@ -367,10 +340,7 @@ def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, m
     lost = NO_F8 in found and field in ("auto", "on")
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
     if lost and field == "on":
-        with pytest.raises(
-            BadInput,
-            match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8=",
-        ):
+        with pytest.raises(BadInput, match="compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8="):
             preflight.count_kernels(both, before, {"FP8": field}, said)
         return
     after = preflight.count_kernels(both, before, {"FP8": field}, said)

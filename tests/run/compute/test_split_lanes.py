@@ -61,11 +61,8 @@ def test_every_token_counts_once_with_its_document():
         cut, counts = jax.device_get(
             jax.jit(partial(division.cut, recipe, stage, number))(tokens.astype(np.int32))
         )
-        assert (
-            length < LANE
-            and cut.shape == (8 * number, length + 1)
-            and counts.shape == (8 * number, length)
-        )
+        assert length < LANE and cut.shape == (8 * number, length + 1)
+        assert counts.shape == (8 * number, length)
         for row, these, marks in zip(tokens, np.split(cut, 8), np.split(counts, 8), strict=True):
             counted = [(a[:-1][m > 0], a[1:][m > 0]) for a, m in zip(these, marks, strict=True)]
             np.testing.assert_array_equal(np.concatenate([a for a, _ in counted]), row[:-1])
@@ -249,7 +246,7 @@ def one_lane():
 
 
 @pytest.mark.slow
-def test_a_lane_s_loss_is_taken_in_chunks_before_the_lane_in_pieces(fitted, monkeypatch):
+def test_a_loss_is_in_chunks_before_its_lane_is_in_pieces(fitted, monkeypatch):
     recipe, lane = one_lane()
     monkeypatch.setattr(division, "HEAD_CHUNK", 24)
     assert fitted(recipe, lane - 1) == (IN_CHUNKS, [WHOLE, IN_CHUNKS], [WHOLE, IN_CHUNKS])
@@ -276,7 +273,7 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
     assert fitted(recipe, lane - can) == (HALVES, [WHOLE, HALVES], [WHOLE, HALVES])
 
 
-def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_not_scored():
+def test_chunks_free_nothing_of_lanes_pipelines_or_the_unscored():
     recipe, mesh = find("r29", trace=False).recipe, mesh_of(1)
     stage = recipe.stages[0]
     assert [

@@ -128,7 +128,7 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
 
 
 @pytest.mark.slow
-def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
+def test_slow_parameters_take_all_gradients_since_their_update():
     """Against the recipe's loss and optimizer and one sum, without any of the step's machinery,
     through both stages."""
     recipe = toy("r62")
@@ -168,7 +168,7 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
         assert np.array_equal(params["embed"], params["head"]) == (number < 7)
 
 
-def test_a_parameter_that_is_its_own_gathered_copy_is_not_carried():
+def test_a_parameter_that_is_its_own_copy_is_not_carried():
     recipe = toy("r92")
     carry = accumulators.zeros(recipe, "zero1", mesh_of(8))
     assert {"head", "smear_gate"} <= carry["whole"].keys()  # cut; in another dtype
@@ -264,9 +264,8 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
     _, carried = scan_sizes(scan)
     sums, (losses,) = scan.outvars[:carried], scan.outvars[carried:]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"} and len(
-        sums
-    ) == len(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    assert len(sums) == len(params)
     assert {array.aval.dtype.name for array in (*sums, losses)} == {"float32"}
 
 
@@ -305,9 +304,7 @@ def test_without_jit_three_steps_are_the_same(make):
         for batch in tokens:
             plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
             losses.append(float(metrics["loss"]))
-        with pytest.raises(
-            BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"
-        ):
+        with pytest.raises(BadInput, match="JAX_DISABLE_JIT .* the mesh is {'data': 8}"):
             program.compile_program(
                 recipe, place(recipe, mesh_of(8), "zero1", device_of(mesh_of(8))), rows=10
             )
@@ -362,7 +359,7 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
+def test_accuracy_is_the_weighted_share_of_argmax_targets(devices):
     recipe, mesh = toy("microgpt-names"), mesh_of(devices)
     # 27 is PAD
     rows = np.random.default_rng(3).integers(0, 28, size=(10, recipe.eval_len + 1), dtype=np.uint16)

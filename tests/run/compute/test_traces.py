@@ -41,7 +41,7 @@ def test_a_loss_is_traced_once_for_all_phases_of_a_stage(parts):
     assert len(calls) == 3
 
 
-def test_a_kernel_is_lowered_once_and_is_the_same_in_every_program():
+def test_a_kernel_is_lowered_once_for_all_programs():
     def kernel(x_ref, y_ref):
         y_ref[...] = x_ref[...] * 2
 

@@ -24,7 +24,7 @@ def shard(path: Path, tokens: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [1 << 22, 50])
-def test_overlap_is_the_share_of_blocks_found_by_looking_everywhere(tmp_path, monkeypatch, chunk):
+def test_overlap_is_the_share_of_blocks_found_everywhere(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr("jspeed.data.overlap.CHUNK", chunk)
     rng = np.random.default_rng(0)
     val = rng.integers(0, 50_000, 64 * 10 + 7)
@@ -141,11 +141,8 @@ def test_gpus_are_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     before = provenance.gpus()
     facts = provenance.gpu_facts(before)
-    assert (
-        facts["driver"] == "570.124.06"
-        and facts["cuda"] == "12.8"
-        and facts["links"] == ["NV18", "PIX", "SYS"]
-    )
+    assert facts["driver"] == "570.124.06" and facts["cuda"] == "12.8"
+    assert facts["links"] == ["NV18", "PIX", "SYS"]
     first, second = facts["after"]
     assert facts["before"] == facts["after"] and second["power_limit_watts"] is None
     assert first == {
@@ -200,7 +197,7 @@ def test_a_package_that_a_repository_does_not_hold_has_no_commit(tmp_path, place
 
 
 @pytest.mark.parametrize("how", ["new file", "assumed", "skipped", "in a submodule's place"])
-def test_files_that_differ_from_the_commit_are_dirty_whatever_git_was_told(tmp_path, how):
+def test_changed_files_are_dirty_whatever_git_was_told(tmp_path, how):
     repository(tmp_path, "jspeed/train.py", "jspeed/run.py")
     assert provenance.git(tmp_path / "jspeed")["dirty"] is False
     file = tmp_path / "jspeed" / "train.py"

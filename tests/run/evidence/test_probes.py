@@ -80,7 +80,7 @@ def test_a_cheat_fails_its_probe(name, tmp_path):
     assert found >= expected
 
 
-def test_a_probe_that_raises_has_failed_and_the_record_is_written(tmp_path, monkeypatch):
+def test_a_probe_that_raises_has_failed_and_is_recorded(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("the disk has gone")
 

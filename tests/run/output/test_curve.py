@@ -31,9 +31,8 @@ def test_every_cell_is_filled_up_to_the_curve():
         )
         assert abs(filled / 64 - (loss - low) / (high - low)) <= 0.5 / 64 + 1e-9
     (row,) = (line for line in lines if "target" in line)
-    assert lines.index(row) == int((high - 1.4) / ((high - low) / console.ROWS)) and row.endswith(
-        "╌"
-    )
+    assert lines.index(row) == int((high - 1.4) / ((high - low) / console.ROWS))
+    assert row.endswith("╌")
 
 
 def test_it_grows_with_the_run_and_its_target_stays_in_sight():
@@ -41,10 +40,8 @@ def test_it_grows_with_the_run_and_its_target_stays_in_sight():
     begun = console.curve_plot([(0, 5.0)], 40, 1.4)
     half = console.curve_plot([(0, 3.0), (20, 2.0)], 40, 1.4, columns=11 + 40)
     assert begun is not None and half is not None
-    assert (
-        begun.plain.count("█") > 0
-        and max(line.rfind("█") for line in begun.plain.split("\n")) == 11
-    )
+    assert begun.plain.count("█") > 0
+    assert max(line.rfind("█") for line in begun.plain.split("\n")) == 11
     (row,) = (line for line in half.plain.split("\n") if "target" in line)
     assert row[11:].count("╌") == 40 - 21  # the cell that step 20 begins is drawn
     met = console.curve_plot([(0, 1.2), (40, 1.1)], 40, 1.4, columns=11 + 40)
@@ -56,9 +53,8 @@ def test_it_grows_with_the_run_and_its_target_stays_in_sight():
 
 def test_ascii_and_terminals_that_are_too_narrow():
     shown = console.curve_plot(STRAIGHT, 40, 1.4, 40, ascii=True)
-    assert (
-        shown is not None and shown.plain.isascii() and max(map(len, shown.plain.split("\n"))) <= 40
-    )
+    assert shown is not None and shown.plain.isascii()
+    assert max(map(len, shown.plain.split("\n"))) <= 40
     for columns in range(1, 60):
         found = console.curve_plot(STRAIGHT, 40, 1.4, columns)
         assert (found is None) == (columns < 19)
@@ -104,18 +100,13 @@ def test_a_run_leaves_no_garbage_on_a_terminal(monkeypatch, width, height, encod
     ]
     assert len(live) > 10 or width < 40
     for frame in [*screen.frames, screen.rows]:
-        assert (
-            sum("target" in line for line in frame) <= 1
-            and sum("ETA" in line for line in frame) <= 1
-        )
+        assert sum("target" in line for line in frame) <= 1
+        assert sum("ETA" in line for line in frame) <= 1
     drawn = [frame for frame in live if any("target" in line for line in frame)]
     lines = [line.rstrip() for line in screen.rows]
     text = "\n".join(lines)
-    assert (
-        text.count("validation") == 10
-        and text.count("from elsewhere") == 1
-        and lines[-2:] == ["the end", ""]
-    )
+    assert text.count("validation") == 10 and text.count("from elsewhere") == 1
+    assert lines[-2:] == ["the end", ""]
     if full is None:
         assert not drawn and "target" not in text
         return
@@ -125,22 +116,15 @@ def test_a_run_leaves_no_garbage_on_a_terminal(monkeypatch, width, height, encod
         kept = [line.rstrip() for line in frame if line.strip()]
         assert kept[-2].startswith("target 1.4") and "ETA" in kept[-1]
     where = [place for place, line in enumerate(lines) if "validation" in line][-1]
-    assert (
-        "3.0" not in lines[where] and "target 1.4" in "\n".join(lines[where:]) and full in lines[-4]
-    )
+    assert "3.0" not in lines[where] and "target 1.4" in "\n".join(lines[where:])
+    assert full in lines[-4]
     bar = next(line for line in lines if "ETA" in line)
-    assert (
-        "60/60" in bar
-        and "loss 1.5000" in bar
-        and "…" not in bar
-        and (width < 72) == ("tokens/s" not in bar)
-    )
+    assert "60/60" in bar and "loss 1.5000" in bar and "…" not in bar
+    assert (width < 72) == ("tokens/s" not in bar)
 
 
 @pytest.mark.parametrize(("term", "bar"), [("dumb", True), ("xterm-256color", False)])
-def test_plain_lines_on_a_terminal_that_moves_no_cursor_and_without_progress(
-    monkeypatch, term, bar
-):
+def test_plain_lines_without_a_cursor_or_progress(monkeypatch, term, bar):
     monkeypatch.setenv("TERM", term)
     screen = Screen(100, 30)
     screen.feed(said(100, 30, "utf-8", bar))

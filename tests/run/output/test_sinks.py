@@ -107,8 +107,7 @@ def test_a_reason_is_whole_and_one_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("mode", "says"),
-    [pytest.param("", None, marks=pytest.mark.slow), ("offlin", "'offline'")],
+    ("mode", "says"), [pytest.param("", None, marks=pytest.mark.slow), ("offlin", "'offline'")]
 )
 def test_what_wandb_itself_makes_of_its_mode(tmp_path, mode, says):
     """In a process of its own: wandb reads its variables once."""
