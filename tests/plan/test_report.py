@@ -41,6 +41,7 @@ STAGE = {
     "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication":
     1.9, "launches": 0.2,
                 "empty_blocks": 5.0},
+    "host": None,
     "predicted_ms": [68.0, 97.0],
 }  # fmt: skip
 PLAN = {
@@ -75,6 +76,7 @@ PLAN = {
     "terms": [{"term": "attention", "seconds": 28.0, "share": 0.2, "guessed": 0.05}],
     "guessed": 0.05,
     "bottlenecks": [],
+    "host": None,
     "predicted_cost": {"currency": "USD", "per_device_hour": 3.0, "low": 0.77, "high": 1.1},
     "findings": [
         {"name": "redundant-matmul", "level": "error", "text": "8.00 times the FLOPs", "value":

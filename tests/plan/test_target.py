@@ -62,6 +62,7 @@ def test_facts_agree_with_the_compiler_s_target_config(path: Path):
     round."""
     facts, text = target.load_target(path.stem).data_sheet, path.read_text()
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources", "fractions"}
+    assert set(facts.host) == {"cores", "memory_bytes", "link_bytes_per_second"}
     [size] = re.findall(r"device_memory_size: (\d+)", text)
     [bandwidth] = re.findall(r"memory_bandwidth: (\d+)", text)
     assert facts.hbm_bytes == int(size)
@@ -102,7 +103,8 @@ def test_tpus(name: str):
     found = target.load_target(name)
     facts = found.data_sheet
     assert found.device_kind.startswith("TPU v") and found.capability == (0, 0)
-    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources", "fractions"}
+    unsaid = {"per_node", "sources", "fractions", "host"}
+    assert set(facts.sources) == set(facts._fields) - unsaid
     assert set(facts.peak_flops) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):
         with pytest.raises(BadInput, match=f"--target {text}: .* {name}x1, .* {name}x8"):

@@ -191,7 +191,11 @@ NAMES = {
         "place",
     ),
     "jspeed.run.compute.gradients": ("weigh",),
-    "jspeed.run.compute.host_tables": ("HostTables",),
+    "jspeed.run.compute.host_tables": (
+        "HostTables",
+        "problem",
+        "tables_on_host",
+    ),
     "jspeed.run.compute.inside": ("Inside",),
     "jspeed.run.compute.known_faults": (
         "MIN_SCATTER_UPDATES",
@@ -205,6 +209,7 @@ NAMES = {
     "jspeed.run.compute": ("program",),
     "jspeed.run.compute.program": (
         "Program",
+        "check_state_fits",
         "compile_evaluation",
         "eval_context",
         "eval_parts",

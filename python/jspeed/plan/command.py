@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jspeed.base.files import write_whole
 from jspeed.base.standard_streams import without_logs
@@ -17,6 +17,10 @@ from jspeed.fields import Axes, Count, Fields, File, Wants
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipes import known_recipes
 
+if TYPE_CHECKING:
+    from jspeed.plan.compile import TargetPlacement
+    from jspeed.recipe import Recipe
+
 
 def plan(
     recipe: Annotated[str, Wants("RECIPE", positional=True)],
@@ -24,6 +28,7 @@ def plan(
     layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
     mesh: Axes | None = None,
     micro_batch: Annotated[Count | None, Wants("TOKENS")] = None,
+    host: Annotated[str | None, Wants("NAME=N,...")] = None,
     against: Annotated[str | None, Wants("RECIPE")] = None,
     compile: bool = True,
     search_: bool = False,
@@ -49,6 +54,8 @@ def plan(
             jspeed run --help.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens per device in a micro-batch.
+        host: The host of the devices, where a table lies that they do not hold: cores=16,memory=128
+            (GB), and link=50 (GB/s a device); the target's usual one has what is left out.
         against: Another recipe to plan for the same target and micro-batch, and to compare with;
             --set is not its.
         compile: Compile the step; --no-compile prints only what formulas give: parameters, memory,
@@ -73,6 +80,7 @@ def plan(
         from jspeed.plan.compile import place_on_target
         from jspeed.plan.describe import describe_evaluation, describe_traffic
         from jspeed.plan.estimates import PUBLISHED, abstract_mesh, published
+        from jspeed.plan.host.choose import choose
         from jspeed.plan.make import candidates, make_plan, search
         from jspeed.plan.target import missing, parse_target
         from jspeed.plan.views import tables, terminal
@@ -100,7 +108,8 @@ def plan(
             if size
             else "--no-compile compiles nothing"
         )
-        refuse(whole | {"--bytes": bytes_, "--evaluation": evaluation, "--json": json_}, why)
+        others = {"--bytes": bytes_, "--evaluation": evaluation, "--json": json_, "--host": host}
+        refuse(whole | others, why)
     elif bytes_:
         refuse(whole | {"--evaluation": evaluation}, "--bytes compiles one step alone")
     elif evaluation:
@@ -117,7 +126,11 @@ def plan(
             raise BadInput(absent)
         return 0
     tell = terminal.Progress(console, cluster.name)
-    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch, tell)
+
+    def placed(recipe: "Recipe") -> "TargetPlacement":
+        return place_on_target(recipe, cluster, layout, axes, micro_batch, tell)
+
+    loaded, placement = choose(loaded, cluster, host, placed)
     if bytes_:
         moved = describe_traffic(loaded.recipe, placement)
         terminal.print_traffic(moved, console)
@@ -129,7 +142,7 @@ def plan(
         write_json(json_, scored)
         return 0
     if other := find(against) if against else None:
-        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch, tell)
+        other, beside = choose(other, cluster, None, placed)
     made = make_plan(loaded, placement)
     terminal.print_plan(made, console)
     if search_:
@@ -178,5 +191,5 @@ COMMAND = Command(
         "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
         "gpt2-xl --target a100x8  # a published size",
     ),
-    {"hardware": "target layout mesh micro_batch", "output": "strict json_ svg html"},
+    {"hardware": "target layout mesh micro_batch host", "output": "strict json_ svg html"},
 )

@@ -18,6 +18,7 @@ from jspeed.plan import hlo
 from jspeed.plan.absent import machine_code
 from jspeed.plan.attention import workspace_bytes
 from jspeed.plan.cost import Kernel, kernels
+from jspeed.plan.host.cost import Host
 from jspeed.plan.schema import Allocation
 from jspeed.plan.target import Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
@@ -56,10 +57,12 @@ def silent(words: str) -> None:
 @dataclass(frozen=True)
 class TargetPlacement(Placement):
     """The placement of a recipe's programs on absent devices, those of ``cluster``; ``tell`` is
-    told of each program, in words, as its compilation starts and ends."""
+    told of each program, in words, as its compilation starts and ends; ``host`` has the tables that
+    do not fit the devices."""
 
     cluster: Cluster
     tell: Callable[[str], None] = silent
+    host: Host | None = None
 
     @property
     def limit(self) -> int:

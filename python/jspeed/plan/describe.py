@@ -20,6 +20,7 @@ from jspeed.plan.compile import (
     read_step,
 )
 from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.host.cost import exchange
 from jspeed.plan.measured import terms
 from jspeed.plan.schema import (
     BufferRow,
@@ -44,6 +45,9 @@ def describe_stage(
     """One stage of the plan, or one of a stage's programs: the ``number``-th."""
     cluster, stage, kernels = placement.cluster, step.stage, step.kernels
     total, collectives = predict.simulate(kernels, cluster)
+    expected, host, phase = total.expected, placement.host, (number - 1) % recipe.period
+    on_host = exchange(recipe, stage, phase, host, cluster.devices, expected) if host else None
+    expected += on_host["exposed_ms"] / 1e3 if on_host else 0.0
     computing = [kernel for kernel in kernels if not kernel.collective]
     matrices = matrices_of(recipe, stage)
     by_part: defaultdict[str, float] = defaultdict(float)
@@ -91,8 +95,9 @@ def describe_stage(
         "collectives": describe_collectives(kernels, collectives, placement),
         "time_ms": {name: 1e3 * seconds for name, seconds in total._asdict().items()},
         "roofline_ms": 1e3 * total.total,
-        "expected_ms": 1e3 * total.expected,
-        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.expected, cluster)],
+        "expected_ms": 1e3 * expected,
+        "host": on_host,
+        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(expected, cluster)],
     }
 
 
@@ -152,7 +157,7 @@ def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
     :func:`by_line`."""
     with pretend(placement.cluster.target):
         step = read_step(recipe.stages[-1], compile_that_fits(recipe, placement, -1))
-    stage = describe_stage(recipe, placement, 1, step)
+    stage = describe_stage(recipe, placement, len(recipe.stages) * recipe.period, step)
     return {
         "recipe": recipe.name,
         "target": placement.cluster.name,

@@ -23,9 +23,11 @@ from jspeed.plan.compile import (
 )
 from jspeed.plan.cudnn import ask as cudnn
 from jspeed.plan.describe import describe_stage
+from jspeed.plan.host import cost as host_cost
+from jspeed.plan.host.choose import memory_of
 from jspeed.plan.measured import terms
 from jspeed.plan.measured.rates import rates_of
-from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan, TermRow
+from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan, Term, TermRow
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, Target, pretend
 from jspeed.recipe import Recipe, leaves
@@ -57,6 +59,9 @@ CONSTANTS = {
     "FP8 with fp32 sums": terms.WITHOUT_FAST_ACCUMULATION,
     "custom FP8 matmul": terms.CUSTOM_MATMUL,
     "special functions": terms.SPECIAL,
+    "gather of rows, bytes/s a core": host_cost.GATHER,
+    "update of rows, bytes/s a core": host_cost.UPDATE,
+    "copy to and from pinned memory, bytes/s": host_cost.COPY,
 }
 
 
@@ -81,9 +86,11 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
     facts = cluster.target.data_sheet._asdict()
     price, fractions = facts["dollars_per_hour"], facts.pop("fractions")
     made_of = predict.by_term(
-        (step.stage.steps, predict.terms_of(step.kernels, cluster)) for step in steps
+        (step.stage.steps, predict.terms_of(step.kernels, cluster) | of_host(stage))
+        for step, stage in zip(steps, stages, strict=True)
     )
     fits, summary = memory_summary(recipe, placement, steps)
+    waits = sum(row["share"] for row in made_of if row["term"] == "table on the host")
     return {
         "schema": 3,
         "recipe": recipe.name,
@@ -118,6 +125,7 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "bottlenecks": predict.bottlenecks(
             [(step.stage.steps, step.kernels) for step in steps], cluster
         ),
+        "host": memory_of(recipe, placement.host, waits) if placement.host else None,
         "predicted_cost": {
             "currency": "USD",
             "per_device_hour": price,
@@ -148,6 +156,14 @@ def make_plan(loaded: LoadedRecipe, placement: TargetPlacement) -> Plan:
         "bounds": BOUNDS,
         "guesses": guesses(cluster, made_of),
     }
+
+
+def of_host(stage: StagePlan) -> dict[Term, tuple[float, float]]:
+    """The term of tables on the host in a step, none without: (seconds, those that are guesses),
+    which are all, since no device has run it."""
+    if not (row := stage["host"]):
+        return {}
+    return {"table on the host": (row["exposed_ms"] / 1e3, row["exposed_ms"] / 1e3)}
 
 
 def guesses(cluster: Cluster, made_of: Sequence[TermRow]) -> list[str]:

@@ -30,6 +30,7 @@ Term = Literal[
     "exposed communication",
     "idle between kernels",
     "empty blocks of attention",
+    "table on the host",
 ]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
 # aliased: outputs in arguments' place
@@ -83,6 +84,18 @@ CollectiveRow = TypedDict(
 )
 
 
+class HostRow(TypedDict):
+    """Tables in the host's memory in a step (:func:`jspeed.plan.host.cost.exchange`)."""
+
+    rows: int  # looked up
+    bytes_each_way: Bytes  # over the links of all devices: rows, and their gradients
+    gather_ms: Milliseconds
+    copied_ms: Milliseconds  # one way, through pinned memory and the link
+    joined_ms: Milliseconds  # gradients since the last update, where one is due
+    update_ms: Milliseconds
+    exposed_ms: Milliseconds  # that no computing hides
+
+
 class StagePlan(MicroBatch):
     """One stage, or one of a stage's programs."""
 
@@ -105,7 +118,9 @@ class StagePlan(MicroBatch):
     collectives: list[CollectiveRow]  # in schedule order
     time_ms: dict[str, Milliseconds]  # jspeed.plan.predict.Times
     roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
-    expected_ms: Milliseconds  # what is predicted: that, and empty blocks
+    # what is predicted: that, empty blocks, and what of a table on the host nothing hides
+    expected_ms: Milliseconds
+    host: HostRow | None  # where tables are there
     predicted_ms: MillisecondRange
 
 
@@ -126,6 +141,18 @@ class BottleneckRow(TypedDict):
     bound: Bound
     seconds: Seconds  # of all steps
     share: float  # of all kernels
+
+
+class HostMemory(TypedDict):
+    """Tables in the host's memory, and that host."""
+
+    cores: float
+    memory_bytes: float
+    link_bytes_per_second: float  # of a device, one direction
+    table_bytes: Bytes  # with all rows in use
+    share: float  # of the rows that the host has room for
+    buffer_bytes: Bytes  # besides
+    exposed: float  # share of the run's seconds
 
 
 class Cost(TypedDict):
@@ -191,6 +218,7 @@ class Plan(TypedDict):
     terms: list[TermRow]  # largest first
     guessed: float  # share of the seconds that are guesses
     bottlenecks: list[BottleneckRow]  # largest first
+    host: HostMemory | None  # where tables are there
     predicted_cost: Cost
     # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked
     cudnn: dict[str, Any] | None

@@ -40,6 +40,9 @@ class DataSheet(NamedTuple):
     dollars_per_hour: float
     peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
     sources: dict[str, str]
+    # of a usual one, a device's share: cores, memory_bytes, link_bytes_per_second (one direction);
+    # empty where nothing is known
+    host: dict[str, float] = {}
     # of these rates that kernels reach, where they were measured; else assumed.FRACTIONS
     fractions: dict[str, float] = {}
 

@@ -102,6 +102,7 @@ def tables(plan: Plan) -> Iterator[Table]:
         for kind, value in {**memory_by_kind(plan), **limits}.items()
     ]
     yield listing(f"memory of one device, {stage['name']}", rows)
+    yield on_host(plan)
     yield listing("largest buffers", stage["largest_buffers"])
     yield searched(plan)
     if before := plan.get("against"):
@@ -130,6 +131,18 @@ def tables(plan: Plan) -> Iterator[Table]:
         if name != "sources"
     ]
     yield listing("facts of the device", rows)
+
+
+def on_host(plan: Plan) -> Table:
+    """Return what tables in the host's memory take in each step; without rows where none is
+    there."""
+    rows = [{"stage": stage["name"], **row} for stage in plan["stages"] if (row := stage["host"])]
+    note = (
+        "One step. Between updates gather and copy of the next rows run beside computing. After an"
+        " update gradients are copied back and joined, rows updated, the next ones gathered and"
+        " copied: all exposed."
+    )
+    return listing("table on the host", rows, note)
 
 
 def searched(plan: Plan) -> Table:

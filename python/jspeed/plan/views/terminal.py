@@ -60,6 +60,14 @@ def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     if whole:
         console.print(" ".join((f"recipe {made['recipe_hash']}", *made["sets"])), style="dim")
     console.print(made["fit"], style=None if made["fits"] else "red")
+    if host := made["host"]:
+        console.print(
+            f"on the host: tables of {host['table_bytes'] / 1e9:.1f} GB, with room for"
+            f" {host['share']:.0%} of their rows, and buffers of {host['buffer_bytes'] / 1e9:.1f}"
+            f" in {host['memory_bytes'] / 1e9:.0f} GB; {host['cores']:g} cores,"
+            f" {host['link_bytes_per_second'] / 1e9:g} GB/s to a device; {host['exposed']:.1%} of"
+            " the seconds wait for it"
+        )
     print_table(console, tables.stages(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step,"

@@ -1,0 +1,94 @@
+"""Where a plan has tables that are updated row by row: on the devices, or in the host's memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.plan.compile import TargetPlacement
+from jspeed.plan.host.cost import Host, buffer_bytes, host_of, row_bytes
+from jspeed.plan.schema import HostMemory
+from jspeed.plan.target import Cluster
+from jspeed.recipe import Recipe
+from jspeed.run.compute.host_tables import problem, tables_on_host
+from jspeed.run.compute.program import check_state_fits
+from jspeed.run.find_recipe import LoadedRecipe
+
+# of its rows that a table has room for, the first that fits, as of jspeed.host_table
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+
+
+def choose(
+    loaded: LoadedRecipe,
+    cluster: Cluster,
+    asked: str | None,
+    placed: Callable[[Recipe], TargetPlacement],
+) -> tuple[LoadedRecipe, TargetPlacement]:
+    """Return a recipe and where it is ``placed``, as a run chooses: its tables in the host's memory
+    where its state does not fit the devices. ``asked``: of the host, by --host.
+
+    Raises :class:`BadInput` where tables fit neither.
+    """
+    recipe, placement = loaded.recipe, placed(loaded.recipe)
+    host = host_of(cluster, asked)
+    why_not = problem(recipe, given=False)
+    if cluster.nodes > 1:
+        why_not = f"one process serves all rows, and {cluster.name} has {cluster.nodes} nodes"
+    if not why_not and host:
+        try:
+            check_state_fits(recipe, placement, loaded.fields)
+            why_not = f"the tables of {recipe.name} fit {cluster.name}"
+        except BadInput as error:
+            moved = tables_on_host(recipe)
+            check_fits(moved, host, loaded.fields, str(error))
+            return replace(loaded, recipe=moved), replace(placed(moved), host=host)
+    if asked:
+        raise BadInput(f"--host {asked} would have no effect: {why_not}; leave it out")
+    return loaded, placement
+
+
+def share_of(recipe: Recipe, host: Host, sizes: Mapping[str, int]) -> float | None:
+    """Return the share of the rows of each table, as many as ``sizes``, for which the host has
+    memory; None for less than half."""
+    left = host.memory_bytes - buffer_bytes(recipe)
+    whole = sum(size * row_bytes(recipe.on_host[path]) for path, size in sizes.items())
+    return next((share for share in SHARES if share * whole <= left), None)
+
+
+def check_fits(recipe: Recipe, host: Host, fields: Mapping[str, Any], error: str) -> None:
+    """Raise :class:`BadInput`, after the ``error`` of the devices, where the host has no room for
+    half of the rows; with a number of rows that fits whole, where one of the ``fields`` gives
+    it."""
+    sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()}
+    if share_of(recipe, host, sizes):
+        return
+    largest = max(sizes, key=lambda path: sizes[path] * row_bytes(recipe.on_host[path]))
+    rows, less = sizes[largest], "use a host with more (--host memory=GB)"
+    field = next((name for name, value in fields.items() if value == rows), None)
+    while field and rows % 2 == 0 and rows > 2:
+        rows //= 2
+        if share_of(recipe, host, sizes | {largest: rows}) == 1:
+            less += f", or --set {field}={rows}, which is another model"
+            break
+    whole = sizes[largest] * row_bytes(recipe.on_host[largest])
+    raise BadInput(
+        f"{error}; nor do its tables fit the host: half of the rows of {largest} take"
+        f" {whole / 2e9:.1f} GB beside {buffer_bytes(recipe) / 1e9:.1f} GB of buffers, and it has"
+        f" {host.memory_bytes / 1e9:.1f} GB; {less}"
+    )
+
+
+def memory_of(recipe: Recipe, host: Host, exposed: float) -> HostMemory:
+    """Return what a plan says of the host; ``exposed``: the share of its seconds."""
+    sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()}
+    share = share_of(recipe, host, sizes)
+    assert share
+    return {
+        "cores": host.cores,
+        "memory_bytes": host.memory_bytes,
+        "link_bytes_per_second": host.link_bytes_per_second,
+        "table_bytes": sum(sizes[path] * row_bytes(spec) for path, spec in recipe.on_host.items()),
+        "share": share,
+        "buffer_bytes": buffer_bytes(recipe),
+        "exposed": exposed,
+    }

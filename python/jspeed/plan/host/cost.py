@@ -1,0 +1,123 @@
+"""What tables in the host's memory cost a step: bytes over the link, gather, update, and what of
+that no computing hides."""
+
+import math
+from typing import NamedTuple
+
+from jspeed.errors import BadInput
+from jspeed.plan.assumed import Constant
+from jspeed.plan.schema import HostRow
+from jspeed.plan.target import Cluster
+from jspeed.recipe import ParamSpec, Recipe, Stage
+from jspeed.run.compute.accumulators import number_due
+
+NOTE = "lab/2026-11-28-table-in-the-hosts-memory.md"
+# Bytes of rows a second and core, of rows of 768 bf16 numbers that lie anywhere.
+GATHER = Constant(2.3e6 * 1536, f"{NOTE}; scaling over cores was not measured")
+UPDATE = Constant(0.94e6 * 1536, f"{NOTE}; scaling over cores was not measured")
+# XLA copies NumPy's arrays through pinned memory, by one thread a device, each way.
+COPY = Constant(
+    4.0e6 * 1536, f"{NOTE}; that XLA's GPU client stages copies is read in its source, not measured"
+)
+BUFFERS = 3  # of rows for the devices, as of jspeed.host_table
+NUMBERS = 16  # bytes of a row in use besides weights: square, update, number, slot
+FORM = "cores=16,memory=128,link=50"
+
+
+class Host(NamedTuple):
+    """The host of all devices of a plan."""
+
+    cores: float
+    memory_bytes: float
+    link_bytes_per_second: float  # of each device, one direction
+
+
+def host_of(cluster: Cluster, asked: str | None = None) -> Host | None:
+    """Return the usual host of ``cluster``, or with what is ``asked`` of it: ``cores=16``,
+    ``memory=128`` (GB), ``link=50`` (GB/s a device), some of them with commas.
+
+    None where the target says nothing and not all three are asked for. Raises :class:`BadInput`.
+    """
+    share, devices = cluster.target.data_sheet.host, cluster.per_node
+    known = {
+        "cores": devices * share["cores"],
+        "memory": devices * share["memory_bytes"] / 1e9,
+        "link": share["link_bytes_per_second"] / 1e9,
+    } if share else {}  # fmt: skip
+    parts = [] if asked is None else asked.split(",")
+    given = dict(part.partition("=")[::2] for part in parts)
+    for name, value in given.items():
+        try:
+            known[name] = float(value)
+        except ValueError:
+            known[name] = math.nan
+        if name not in ("cores", "memory", "link") or not 0 < known[name] < math.inf:
+            raise BadInput(
+                f"--host {asked}: '{name}={value}' is not cores, memory (GB) or link (GB/s) with a"
+                f" number above 0; write for example {FORM}"
+            )
+    if asked and len(known) < 3:
+        raise BadInput(
+            f"--host {asked}: nothing is known of the host of {cluster.target.name}; give all of"
+            f" {FORM}"
+        )
+    return Host(known["cores"], 1e9 * known["memory"], 1e9 * known["link"]) if known else None
+
+
+def looked_up(spec: ParamSpec, recipe: Recipe, stage: Stage) -> int:
+    """Return the number of rows that a step of ``stage`` gets of a table: one for each look-up,
+    equal ones too."""
+    return recipe.lanes * stage.lane_len * spec.lookups
+
+
+def row_bytes(spec: ParamSpec) -> int:
+    """Return the bytes of a row in use, whose weights are bf16."""
+    return 2 * spec.shape[1] + NUMBERS
+
+
+def buffer_bytes(recipe: Recipe) -> int:
+    """Return the bytes that a run keeps besides tables: rows for the devices, gradients since the
+    last update, and these once more, one after the other, for the update."""
+    return max(
+        sum(
+            (BUFFERS + 2 * spec.updated_after(stage))
+            * 2 * spec.shape[1] * looked_up(spec, recipe, stage)
+            for spec in recipe.on_host.values()
+        )
+        for stage in recipe.stages
+    )  # fmt: skip
+
+
+def exchange(
+    recipe: Recipe, stage: Stage, phase: int, host: Host, devices: int, computing: float
+) -> HostRow:
+    """Return what the tables take in a step of ``stage`` in which ``devices`` compute for
+    ``computing`` seconds, and what the next step waits for.
+
+    Between updates the next step's rows are gathered and copied while this one is computed, and
+    gradients of the one before copied back. After an update all of that follows the step:
+    gradients come back, are joined with those of the steps since the last update, and change the
+    rows; then the next rows are gathered and go to the devices.
+    """
+    due = number_due(recipe, stage, phase)
+    rows = moved = since = 0
+    for spec in recipe.on_host.values():
+        its = looked_up(spec, recipe, stage)
+        rows, moved = rows + its, moved + 2 * spec.shape[1] * its
+        if due % spec.every == 0:
+            since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its
+    gather, update = moved / (GATHER * host.cores), since / (UPDATE * host.cores)
+    copied = moved / devices * (1 / host.link_bytes_per_second + 1 / COPY)  # one way
+    joined = since / COPY
+    exposed = max(0.0, gather + copied - computing)
+    if since:
+        exposed = copied + joined + update + gather + copied
+    return {
+        "rows": rows,
+        "bytes_each_way": moved,
+        "gather_ms": 1e3 * gather,
+        "copied_ms": 1e3 * copied,
+        "joined_ms": 1e3 * joined,
+        "update_ms": 1e3 * update,
+        "exposed_ms": 1e3 * exposed,
+    }

@@ -1,0 +1,122 @@
+"""Tables in the host's memory in a plan: seconds by hand, ``--host``, and where they do not fit."""
+
+import jax
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import make_mesh
+from jspeed.plan.compile import TargetPlacement
+from jspeed.plan.host import cost
+from jspeed.plan.host.choose import choose, memory_of
+from jspeed.plan.target import parse_target
+from jspeed.recipe import Recipe
+from jspeed.run.compute.device import Device
+from jspeed.run.compute.division import place
+from jspeed.run.compute.host_tables import tables_on_host
+from jspeed.run.find_recipe import find
+
+ONE = parse_target("h100x1")
+R92 = find("r92", [])
+
+
+def placed(recipe: Recipe, memory: int = ONE.usable_bytes) -> TargetPlacement:
+    """One device of this CPU in the place of an H100."""
+    device = Device("gpu", "xla", "emulated", 65_536, memory)
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    return TargetPlacement(cluster=ONE, **vars(place(recipe, mesh, "zero1", device)))
+
+
+def test_seconds_of_a_step_by_hand(monkeypatch):
+    """Two look-ups for each of 8 x 16,384 tokens, rows of 768 numbers of 2 bytes: 402,653,184 bytes
+    each way. Stage 1 updates every second step."""
+    for name, rate in {"GATHER": 1e9, "UPDATE": 0.5e9, "COPY": 8e9}.items():
+        monkeypatch.setattr(cost, name, rate)
+    recipe, moved = tables_on_host(R92.recipe), 402_653_184
+    host = cost.Host(cores=4, memory_bytes=1e12, link_bytes_per_second=32e9)
+    gather, copied = moved / 4e9, moved / 8e9 + moved / 32e9
+    first, second = (
+        cost.exchange(recipe, recipe.stages[0], phase, host, 1, 0.120) for phase in (0, 1)
+    )
+    assert first["rows"] == 262_144 and first["bytes_each_way"] == moved
+    assert first["gather_ms"] == pytest.approx(1e3 * gather) == pytest.approx(100.66, abs=0.01)
+    assert first["copied_ms"] == pytest.approx(1e3 * copied) == pytest.approx(62.91, abs=0.01)
+    # 100.66 + 62.91 ms run beside 120 ms of computing
+    assert first["update_ms"] == first["joined_ms"] == 0
+    assert first["exposed_ms"] == pytest.approx(43.58, abs=0.01)
+    hidden = cost.exchange(recipe, recipe.stages[0], 0, host, 1, 0.2)
+    assert hidden["exposed_ms"] == 0
+    # the gradients of two steps: 805,306,368 bytes joined at 8 GB/s, updated at 4 x 0.5 GB/s
+    assert second["joined_ms"] == pytest.approx(100.66, abs=0.01)
+    assert second["update_ms"] == pytest.approx(402.65, abs=0.01)
+    assert second["exposed_ms"] == pytest.approx(62.91 + 100.66 + 402.65 + 100.66 + 62.91, abs=0.05)
+    # eight devices have a link and a copying thread each
+    eight = cost.exchange(recipe, recipe.stages[0], 0, host, 8, 0.120)
+    assert eight["copied_ms"] == pytest.approx(62.91 / 8, abs=0.01)
+
+
+def test_updates_come_as_often_as_the_stage_says():
+    recipe = tables_on_host(R92.recipe)
+    host = cost.host_of(ONE)
+    due = [
+        [cost.exchange(recipe, stage, phase, host, 1, 1.0)["update_ms"] > 0 for phase in range(4)]
+        for stage in recipe.stages
+    ]
+    assert due[0] == due[1] == [False, True, False, True] and due[2] == [False, False, False, True]
+
+
+def test_the_host_of_a_target_and_what_is_asked_of_it():
+    usual = cost.host_of(ONE)
+    assert usual == (26, 242e9, 50e9)
+    assert cost.host_of(ONE, "cores=16,memory=128") == (16, 128e9, 50e9)
+    assert cost.host_of(parse_target("h100x8")) == (208, 1936e9, 50e9)  # of all eight
+    assert cost.host_of(parse_target("v6ex8")) is None
+    assert cost.host_of(parse_target("v6ex8"), "cores=8,memory=64,link=10") == (8, 64e9, 10e9)
+
+
+@pytest.mark.parametrize(
+    ("target", "asked", "words"),
+    [
+        ("h100x1", "cores=16,ram=128", "'ram=128' is not cores, memory"),
+        ("h100x1", "cores=0", "'cores=0'"),
+        ("h100x1", "memory=much", "'memory=much'"),
+        ("h100x1", "memory=inf", "'memory=inf'"),
+        ("h100x1", "", "write for example cores=16,memory=128,link=50"),
+        ("v6ex8", "cores=16,memory=128", "nothing is known of the host of v6e"),
+    ],
+)
+def test_a_host_that_cannot_be(target, asked, words):
+    with pytest.raises(BadInput, match="--host") as caught:
+        cost.host_of(parse_target(target), asked)
+    assert words in str(caught.value)
+
+
+def test_a_table_goes_to_the_host_where_the_device_has_no_room():
+    moved, placement = choose(R92, ONE, None, placed)
+    assert set(moved.recipe.on_host) == {"ngrams"} and placement.host == cost.host_of(ONE)
+    kept, placement = choose(R92, ONE, None, lambda recipe: placed(recipe, 10**12))
+    assert kept is R92 and placement.host is None
+    for other, cluster in ((find("r29", []), ONE), (R92, parse_target("h100x8x2"))):
+        assert choose(other, cluster, None, placed)[1].host is None
+        with pytest.raises(BadInput, match="--host cores=8 would have no effect"):
+            choose(other, cluster, "cores=8", placed)
+
+
+def test_the_memory_of_the_host():
+    """84,602,880 rows of 1,552 bytes; 3 + 2 x 4 times the rows of a step, 1,207,959,552 bytes."""
+    moved, placement = choose(R92, ONE, "memory=128", placed)
+    said = memory_of(moved.recipe, placement.host, 0.25)
+    assert said["table_bytes"] == 84_602_880 * 1552
+    assert said["buffer_bytes"] == 11 * 1_207_959_552
+    assert said["share"] == 0.8 and said["exposed"] == 0.25  # 0.8 x 131.3 GB beside 13.3 of 128
+
+
+def test_a_host_that_is_too_small_is_said_with_the_rows_that_fit():
+    with pytest.raises(BadInput) as caught:
+        choose(R92, ONE, "memory=64", placed)
+    said = str(caught.value)
+    assert "nor do its tables fit the host: half of the rows of ngrams take 65.7 GB" in said
+    # a quarter: 32.8 GB beside 13.3
+    assert "--set NGRAMS=21150720, which is another model" in said.partition("nor do")[2]
+    fewer = find("r92", ["NGRAMS=21150720"])
+    with pytest.raises(BadInput, match="fit h100x1"):  # then the device holds it
+        choose(fewer, ONE, "memory=64", placed)
