@@ -16,16 +16,16 @@ so (``clock_stepped``).
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import jax
 
 from jspeed.record.schema import Interval
-
 
 
 def _process_start() -> float:
@@ -130,3 +130,31 @@ class Clock:
     def wall_seconds(self) -> float:
         """Seconds since this process was started, and all of the run's before it was resumed."""
         return self._earlier + now() - _PROCESS_START
+
+
+@contextmanager
+def watched(
+    seconds: float, progress: Callable[[], object], hung: Callable[[], object]
+) -> Iterator[None]:
+    """Call ``hung`` in a thread of its own once ``progress()`` has not changed for ``seconds``; 0:
+    never.
+
+    It is looked at ten times in that time, so that a machine that slept, or a process that was
+    stopped, is no hang.
+    """
+    ended = Event()
+
+    def watch() -> None:
+        last, same = progress(), 0
+        while same < 10 and not ended.wait(seconds / 10):
+            now = progress()
+            last, same = now, same + 1 if now == last else 0
+        if same == 10:
+            hung()
+
+    if seconds:
+        Thread(target=watch, daemon=True, name="hang").start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -65,6 +65,8 @@ class Options:
             fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
+        hang_after: End with exit code 75 when no step, evaluation or checkpoint ends for so many
+            seconds, and keep the record; 0: never. Default: 900, on a CPU never.
         set_: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
         init_from: Start from these parameters: a run directory or exported folder of the same
             recipe, or for recipe gpt2 a folder with GPT-2's config.json and model.safetensors.
@@ -105,6 +107,7 @@ class Options:
     preflight: bool = True
     target_loss: Annotated[float | None, Wants("LOSS")] = None
     max_minutes: Annotated[Positive | None, Wants("M")] = None
+    hang_after: Annotated[CountOrZero | None, Wants("SECONDS")] = None
     set_: Fields = ()
     init_from: Folder | None = None
     checkpoint_every: CountOrZero = 0

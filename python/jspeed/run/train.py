@@ -4,13 +4,17 @@ checkpoints."""
 import gc
 import logging
 import math
+import os
 import shutil
 import signal
+import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count, islice
 from pathlib import Path
 
@@ -22,11 +26,11 @@ from jspeed.base import processes
 from jspeed.base.beside import Knowing
 from jspeed.base.processes import Stop
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
-from jspeed.errors import BadInput, Terminated, first_line, say
+from jspeed.errors import PEER_LOST, BadInput, Terminated, first_line, say
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.checkpoint import Checkpoints
-from jspeed.run.clock import Clock, now
+from jspeed.run.clock import Clock, now, watched
 from jspeed.run.compute.device import give_back_memory
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
@@ -40,6 +44,8 @@ from jspeed.run.options import Options
 from jspeed.run.setup import Setup, set_up
 
 Pause = Callable[[str], AbstractContextManager[None]]  # the clock stands, for a reason of this name
+HANG = 900  # seconds: a step takes milliseconds, an evaluation or a checkpoint at most some minutes
+KEPT_WITHIN = 60  # seconds in which a run that hangs writes its record
 SETTLED = 5  # steps before the trace begins: the first ones fill queues and caches
 
 
@@ -101,6 +107,7 @@ def run(options: Options, hooks: Hooks = NO_HOOKS, saves: bool = False) -> tuple
                     with (
                         no_garbage_collection(),
                         Checkpoints(folder, options.keep_checkpoints, history.steps) as checkpoints,
+                        unless_it_hangs(setup, history, console, hooks, alone=saves),
                     ):
                         state = loop(setup, history, stop, checkpoints, last_step)
             # a shard that went bad, a full disk: before the first step nothing is worth keeping
@@ -114,6 +121,39 @@ def run(options: Options, hooks: Hooks = NO_HOOKS, saves: bool = False) -> tuple
                     finish(setup, history, None, console, hooks)
                 raise
         return finish(setup, history, state, console, hooks), setup.run_dir
+
+
+def unless_it_hangs(
+    setup: Setup, history: History, console: Console, hooks: Hooks, alone: bool
+) -> AbstractContextManager[None]:
+    """End this process with its record and exit code 75 where steps, evaluations and checkpoints
+    stand still: a collective that waits for a device which has failed waits for ever. A process
+    that is not this run ``alone`` is ended only if that was asked for."""
+    seconds, waits = setup.options.hang_after, threading.get_ident()
+    if seconds is None:
+        seconds = HANG if alone and setup.placement.device.platform != "cpu" else 0
+
+    def progress() -> tuple[int, int, int]:
+        return history.steps, len(history.lines), len(history.clock.ledger)
+
+    def end() -> None:
+        # the thread that waits in a library cannot be interrupted, so this one does all
+        stack = traceback.extract_stack(sys._current_frames()[waits])
+        ours = [at for at in stack if "jspeed" in at.filename][-1]
+        say(
+            f"error: nothing has moved for {seconds} s: {history.clock.ledger[-1]['name']} after"
+            f" {history.steps} of {setup.recipe.steps} steps, waiting in {ours.name}"
+            f" ({Path(ours.filename).name}:{ours.lineno}); look at the devices (nvidia-smi, dmesg),"
+            " then go on with --resume where there is a checkpoint, or give a longer --hang-after"
+        )
+        history.end("interrupted")
+        keep = partial(finish, setup, history, None, console, hooks)
+        keeper = threading.Thread(target=keep, daemon=True)
+        keeper.start()
+        keeper.join(KEPT_WITHIN)
+        os._exit(PEER_LOST)
+
+    return watched(seconds, progress, end)
 
 
 def loop(
