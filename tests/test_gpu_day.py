@@ -279,6 +279,7 @@ def test_wrong_input_is_one_sentence(arguments, environment, said, day):
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(said), done
 
 
+@pytest.mark.slow
 def test_a_mended_wheel_replaces_what_it_installed(day, tmp_path):
     def wheel(value: int) -> None:
         with zipfile.ZipFile(tmp_path / "mended_wheel-1.0-py3-none-any.whl", "w") as file:

@@ -302,7 +302,7 @@ def test_a_document_does_not_see_another(name):
 
 
 @pytest.mark.parametrize("looks_back", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", ["r62", "r89"])
+@pytest.mark.parametrize("name", ["r62", pytest.param("r89", marks=pytest.mark.slow)])
 def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
     """As the records have it: smear and bigram read the last token before the border, keys that
     look back its state."""

@@ -17,6 +17,7 @@ import pytest
 from jspeed.cli import main
 from jspeed.errors import BadInput
 
+from .call_script import call
 from .multi_process import QUICK, SAME_BITS, words
 from .toys import TOYS
 
@@ -121,10 +122,10 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert done.stdout.splitlines()[-1].startswith(f"{run['val_loss']:.4f} nats/")
     assert "8 lanes x 32 tokens" in done.stdout
 
-    added = speedrun("add", run_dir, "--records", tmp_path / "records", script="leaderboard.py")
-    assert added.returncode == 0, added.stderr
-    shown = speedrun("show", "--records", tmp_path / "records", script="leaderboard.py")
-    assert run["recipe_hash"][:6] in shown.stdout
+    added = call(tmp_path, "leaderboard.py", "add", run_dir, "--records", "records")
+    assert added.code == 0, added.err
+    shown = call(tmp_path, "leaderboard.py", "show", "--records", "records")
+    assert run["recipe_hash"][:6] in shown.out
 
 
 def gpt2_like_shards(folder: Path) -> Path:

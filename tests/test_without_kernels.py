@@ -34,10 +34,11 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocked", "names"),
     [
-        pytest.param(("jspeed.kernels",), ("r29", "jspeed3"), id="folder", marks=pytest.mark.slow),
+        pytest.param(("jspeed.kernels",), ("r29", "jspeed3"), id="folder"),
         pytest.param(TRITON, ("r92",), id="triton"),
     ],
 )

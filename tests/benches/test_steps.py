@@ -199,7 +199,9 @@ def test_a_step_that_does_not_fit_is_one_error_message():
         ),
         pytest.param(["--versus", "true"], ["--versus", "--data"], marks=pytest.mark.slow),
         pytest.param(["--rounds", "2"], ["--rounds would have no effect"], marks=pytest.mark.slow),
-        (["--json", "no/such/folder.json"], ["there is no folder"]),
+        pytest.param(
+            ["--json", "no/such/folder.json"], ["there is no folder"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_bad_input_is_one_error_message(arguments, words):

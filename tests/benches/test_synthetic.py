@@ -15,8 +15,16 @@ from jspeed.run.find_recipe import find
 
 from ..toys import TINY, TOYS
 
+STAGED = "r29", "r92"
 
-@pytest.mark.parametrize("name", known_recipes())
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *STAGED,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in known_recipes() if n not in STAGED),
+    ],
+)
 def test_lanes_fit_the_columns_and_documents_of_each_stage(name):
     from benches.synthetic import lanes_of
 
@@ -55,6 +63,7 @@ def measured(recipe, recipe_hash: str):
     return steps.measure_stage(recipe, recipe_hash, last, setting, made)[0]
 
 
+@pytest.mark.slow
 def test_a_lane_with_more_targets_than_columns_is_nan():
     """Record 92's own: its last stage has 24 tokens a lane, which are not all different."""
     few = [word for word in TOYS["r92"] if not word.startswith("COLUMNS")]

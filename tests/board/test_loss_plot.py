@@ -55,7 +55,7 @@ def test_the_same_run_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         ([(0.0, 2.0), (1.0, 2.0)], [(0.0, 2.0), (1.0, 2.0)]),
     ],
 )
-@pytest.mark.parametrize("target", [1.4, None])
+@pytest.mark.parametrize("target", [1.4, pytest.param(None, marks=pytest.mark.slow)])
 def test_short_and_diverged_runs_are_drawn(
     tmp_path: Path, train: list, val: list, target: float | None
 ) -> None:

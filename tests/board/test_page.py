@@ -188,16 +188,17 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     assert text.startswith(f"# before\n\n{readme.BEGIN}\n- [`") and text.endswith(
         f"{readme.END}\n\nafter\n"
     )
+    tracks = judge.board(records)
     row = next(line for line in text.splitlines() if "`fineweb/8xH100`" in line)
-    best = judge.board(records)[0]["entries"][0]
+    best = tracks[0]["entries"][0]
     on = f"{best['devices']['count']} x {best['devices']['kind']}"
     loss = f"{sum(run['val_loss'] for run in best['runs']) / 8:.4f}"
     assert f": {best['seconds']['mean']:,.0f} s by `r012`, loss {loss}, n=8, reported " in row
     assert row.endswith(f" on `{on}`") and "old" not in text
-    assert page.contents(records, RULE, tmp_path / "site", path)[path] == text
+    assert readme.refreshed(path, tracks)[1] == text
     path.write_text("no markers")
     with pytest.raises(BadInput, match="lacks the markers"):
-        page.contents(records, RULE, tmp_path / "site", path)
+        readme.refreshed(path, tracks)
     assert readme.plain("a|b`c<img>") == "`a/b'c(img)`"
 
 

@@ -238,7 +238,12 @@ def test_folders_files_and_endings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"]
+    "locale",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=["", "C"],
 )
 def test_names_that_are_not_utf8(tmp_path, locale):
     """There was a traceback, and the manifest could not hold them."""
@@ -365,8 +370,10 @@ def test_command_takes_several_inputs(tmp_path):
     ("count", "flags", "said"),
     [
         (100, [], "10.0% of the documents are for validation: 1%, at least 32 but at most a tenth"),
-        (4000, [], "1.0% of the documents are for validation: "),
-        (100, ["--val-fraction", "0.2"], None),
+        pytest.param(
+            4000, [], "1.0% of the documents are for validation: ", marks=pytest.mark.slow
+        ),
+        pytest.param(100, ["--val-fraction", "0.2"], None, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_prints_the_validation_share(tmp_path, count, flags, said):

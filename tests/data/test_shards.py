@@ -223,8 +223,20 @@ prefetch=1,
 """
 
 
-@pytest.mark.parametrize(("align", "backend"), [("bos", "mmap"), ("", "mmap"), ("bos", "pread")])
-@pytest.mark.parametrize("action", ["truncate", "shave", "overwrite", "unlink", "rename"])
+WAYS = [("bos", "mmap"), ("", "mmap"), ("bos", "pread")]
+ACTIONS = "truncate shave overwrite unlink rename".split()
+
+
+@pytest.mark.parametrize(
+    ("action", "align", "backend"),
+    [
+        pytest.param(
+            action, *way, marks=[pytest.mark.slow] * (way != WAYS[0] and action != "truncate")
+        )
+        for action in ACTIONS
+        for way in WAYS
+    ],
+)
 def test_files_that_change_while_they_are_read(action, align, backend, tmp_path):
     path = tmp_path / "x_train_000001.bin"
     path.write_bytes(shard_bytes(np.resize([3, 4, 5, 6], 50_000)))

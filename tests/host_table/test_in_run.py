@@ -61,7 +61,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("devices", "micro_batch"),
-    [(1, None), (1, 64), pytest.param(2, None, marks=pytest.mark.slow), (4, None)],
+    [(1, 64), (4, None), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_a_table_on_the_host_trains_as_one_on_the_device(folder, on_device, devices, micro_batch):
     name = f"{devices} {micro_batch}"
@@ -77,16 +77,23 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(folder):
     parts = run(folder, "parts", table="host", checkpoint_every=20, resume=True)
     assert losses(whole[0]).tolist() == losses(parts[0]).tolist()
     assert whole[2].tobytes() == parts[2].tobytes()
-    two = run(folder, "two", table="host", checkpoint_every=20, steps=24)
-    two = run(folder, "two", 2, table="host", resume=True)
-    assert_same(two, whole)
 
 
-def test_a_checkpoint_of_the_other_place_is_refused(folder):
-    for first, then in [("host", "device"), ("device", "host")]:
-        run(folder, first, table=first, checkpoint_every=20, steps=20)
-        with pytest.raises(BadInput, match=f"with table {first} but this run has table {then}"):
-            run(folder, first, table=then, resume=True)
+@pytest.mark.slow
+def test_a_run_goes_on_on_two_devices(folder):
+    whole = run(folder, "one", table="host")
+    run(folder, "two", table="host", checkpoint_every=20, steps=24)
+    assert_same(run(folder, "two", 2, table="host", resume=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("host", "device"), pytest.param("device", "host", marks=pytest.mark.slow)],
+)
+def test_a_checkpoint_of_the_other_place_is_refused(folder, first, then):
+    run(folder, first, table=first, checkpoint_every=20, steps=20)
+    with pytest.raises(BadInput, match=f"with table {first} but this run has table {then}"):
+        run(folder, first, table=then, resume=True)
 
 
 def test_a_damaged_table_is_no_checkpoint(folder):

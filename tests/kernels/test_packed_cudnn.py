@@ -99,6 +99,7 @@ def test_tables_are_those_of_jax(lengths, case):
     compare(lanes_of(lengths, shape), max_docs, longest)
 
 
+@pytest.mark.slow
 def test_tables_of_pieces_and_of_evaluation_are_those_of_jax():
     """At full size: record 29's lane, its first piece of two with the margin before it, a row of
     evaluation."""
@@ -141,9 +142,14 @@ def test_rows_divide_the_lanes_and_hold_the_longest_document(tokens, longest, ro
     assert packed_cudnn.row_length(tokens, longest) == row
 
 
-@pytest.mark.parametrize("paired", [False, True])
+WINDOWS = [(None, None), (1, None), (7, None), (None, 5), (7, 5)]
+CASES = [(*each, paired) for each in WINDOWS for paired in (False, True)]
+FEW = [(None, None, False), (7, None, True), (None, 5, True), (7, 5, False)]
+
+
 @pytest.mark.parametrize(
-    ("window", "near"), [(None, None), (1, None), (7, None), (None, 5), (7, 5)]
+    ("window", "near", "paired"),
+    [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES if c not in FEW)],
 )
 def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, paired):
     """Documents across the borders of rows, lanes of different numbers of them, in one program with
@@ -205,9 +211,8 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"), [("r29", 2), pytest.param("r89", 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts"), [("r29", 2), ("r89", 8)])
 def test_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
     """One lane at once, and pieces of one; evaluation of two knows its longest document too."""
     recipe = find(name, SETS[name]).recipe

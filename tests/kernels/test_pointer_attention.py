@@ -90,7 +90,7 @@ BORDERS = [], [0, 1, 2, 42], [14, 21], [15, 16, 17, 32]
 
 @pytest.mark.parametrize(
     "window",
-    [1, 7, pytest.param(16, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
+    [7, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 16, 100))],
 )
 def test_agrees_with_float64(small_blocks, window):
     """Windows shorter and longer than documents and lanes; queries that see no key; targets that
@@ -122,7 +122,7 @@ def test_blocks_out_of_sight_are_not_visited(small_blocks):
     assert np.isfinite(dk[:, 16:32]).all() and np.isnan(dk[:, 32:]).all()
 
 
-@pytest.mark.parametrize("length", [200, 256])
+@pytest.mark.parametrize("length", [200, pytest.param(256, marks=pytest.mark.slow)])
 def test_in_bfloat16_with_its_own_blocks(length):
     """As on a GPU, with real blocks, and more keys than one holds."""
     given = *(lane := lanes(length, [0, 50, 51, 180], [3])), *arrays(lane[0], 128, jnp.bfloat16)

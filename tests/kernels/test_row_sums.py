@@ -57,7 +57,7 @@ def test_rows_of_no_sum_are_not_read():
     assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
-@pytest.mark.parametrize("width", [768, 48])
+@pytest.mark.parametrize("width", [pytest.param(768, marks=pytest.mark.slow), 48])
 def test_row_adam_changes_the_rows_that_are_named(width):
     counts, part = (3, 0, 1, 90, 2, *(1,) * 30), 64
     arrays, rng = example(counts, width), np.random.default_rng(1)

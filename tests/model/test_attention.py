@@ -79,8 +79,8 @@ def some(names, by_default, others):
 
 @some(
     ("window", "near"),
-    [("unrolled", None, 3), ("looped", 9, 3), ("unrolled", 9, 20)],
-    [("looped", None, 3), ("unrolled", 9, 3), ("looped", 9, 20)],
+    [("looped", 9, 3), ("unrolled", 9, 20)],
+    [("unrolled", None, 3), ("looped", None, 3), ("unrolled", 9, 3), ("looped", 9, 20)],
 )
 def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
     """As a backward kernel has them that skips blocks: weights, and the mean that softmax
@@ -106,7 +106,7 @@ def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
         np.testing.assert_allclose(found, wanted, atol=5e-5)
 
 
-@some(("window",), [("unrolled", 5), ("looped", None)], [("unrolled", None), ("looped", 5)])
+@some(("window",), [("unrolled", 5)], [("looped", None), ("unrolled", None), ("looped", 5)])
 def test_bfloat16_and_no_documents(blocks_of_8, window):
     q, k, v, dout = normal(2, 27, 2, 8).astype(jnp.bfloat16)
 
@@ -171,7 +171,7 @@ def backward_program(length, window):
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, tokens)
 
 
-@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 512])
 def test_program_does_not_grow_with_the_lane(window):
     short, long = (len(backward_program(length, window).as_text()) for length in (4096, 262_144))
     assert long < 1.1 * short
@@ -183,7 +183,7 @@ def test_memory_is_less_than_the_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < 32_768 * 256 * 4
 
 
-@some(("model",), [("unrolled", 2), ("looped", 1)], [("unrolled", 1), ("looped", 2)])
+@some(("model",), [("unrolled", 2)], [("looped", 1), ("unrolled", 1), ("looped", 2)])
 def test_on_a_mesh(blocks_of_8, model):
     """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same
     rows."""
@@ -344,8 +344,14 @@ def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
     assert np.isnan(np.asarray(out, np.float32)).all() != marked
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("documents_of", [0.05, 0.6])
+@pytest.mark.parametrize(
+    ("documents_of", "paired"),
+    [
+        (0.05, True),
+        (0.6, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.05, False), (0.6, True))),
+    ],
+)
 def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
     """Output and gradients of normalised heads in fp32, to its rounding; short documents and long
     ones."""

@@ -73,10 +73,10 @@ def test_a_recipe_drops_in_training_and_not_in_evaluation():
     params = first_parameters(with_it)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
 
+    @jax.jit
     def trained_at(step):
         ctx = Context(with_it.stages[0], training=True, step=step)
-        ones = jnp.ones((2, 16))
-        return jax.jit(lambda p: with_it.loss(p, tokens, tokens, ones, ctx)[1])(params)
+        return with_it.loss(params, tokens, tokens, jnp.ones((2, 16)), ctx)[1]
 
     def evaluated_in(recipe, **now):
         ctx = Context(recipe.stages[0], training=False, **now)

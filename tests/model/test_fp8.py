@@ -282,8 +282,15 @@ def interpreted(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("before", [0.0, 0.003])
-@pytest.mark.parametrize("rows", [(2, 128), (2, 60)])
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [
+        ((2, 128), 0.003),
+        ((2, 60), 0.0),
+        pytest.param((2, 128), 0.0, marks=pytest.mark.slow),
+        pytest.param((2, 60), 0.003, marks=pytest.mark.slow),
+    ],
+)
 def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before, rows):
     """Where sizes are whole blocks; where they are not it is the plain path."""
     rng = np.random.default_rng(0)

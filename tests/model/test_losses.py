@@ -60,7 +60,11 @@ def case():
 
 @pytest.mark.parametrize(
     ("cap", "chunk"),
-    [*((cap, 4) for cap in CAPS), *(("sigmoid", chunk) for chunk in (None, 1, 64))],
+    [
+        *((cap, 4) for cap in CAPS),
+        ("sigmoid", None),
+        *(pytest.param("sigmoid", chunk, marks=pytest.mark.slow) for chunk in (1, 64)),
+    ],
 )
 def test_value_and_gradients(case, chunk, cap):
     params, x, targets, weights = case

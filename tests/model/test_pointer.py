@@ -77,7 +77,9 @@ def in_float64(params, tokens, window):
     return found
 
 
-@pytest.mark.parametrize("window", [1, 12, 100])
+@pytest.mark.parametrize(
+    "window", [12, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 100))]
+)
 def test_probabilities_and_losses_are_those_of_float64(case, window):
     params, tokens, targets = case
     expected = in_float64(params, tokens, window)
@@ -92,7 +94,7 @@ def test_probabilities_and_losses_are_those_of_float64(case, window):
     np.testing.assert_allclose(total, np.sum(of_targets * weights), rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 10])
 def test_gradients_are_those_of_automatic_differentiation(case, chunk):
     params, tokens, targets = case
     weights = np.full((ROWS, LENGTH), 0.3, np.float32)

@@ -25,7 +25,7 @@ def test_a_shorter_run_keeps_steps_between_their_borders():
         shortened(0.1, (8, 24, 8), (), 4)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_a_shorter_jspeed3_makes_that_share_of_its_steps(share):
     """Its tables are updated every 4 steps from the third stage on, so that borders must be
     multiples of 4."""

@@ -44,7 +44,7 @@ def dense(table, steps):
     return p
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_updates_are_those_of_a_dense_table(devices):
     """Rows named on several devices and in several steps; rows that nobody names stay as they are,
     bit for bit."""
@@ -111,7 +111,7 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path():
     )
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay):
     """Rows that are named often, unused places, which most of a list may be, two lists, and several
     updates."""

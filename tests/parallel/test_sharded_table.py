@@ -45,7 +45,9 @@ def with_gradient(run, table, ids, grad):
     return out, pull(grad)[0]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize(
+    "devices", [8, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 2))]
+)
 def test_rows_and_gradients_are_those_of_the_whole_table(devices):
     table, ids, grad = case(devices)
     # a row that half of the tokens want travels once, or one owner would be asked too much
@@ -79,9 +81,8 @@ def test_gradients_of_a_bf16_part_are_summed_in_fp32():
 @pytest.mark.parametrize(
     ("devices", "tokens"),
     [
-        (1, 24),
         (8, 512),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 512), (8, 24))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 24), (1, 512), (8, 24))),
     ],
 )
 def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens):

@@ -69,7 +69,14 @@ def test_every_one_that_is_taken_compiles(name):
     compiled([f"{name}:{dtype}:{layout}" for layout, dtype in turns.items() if layout in able])
 
 
-@pytest.mark.parametrize("name", ["microgpt-names", "shakespeare-char", "r21", "r29"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "microgpt-names",
+        "r29",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("shakespeare-char", "r21")),
+    ],
+)
 def test_a_layout_and_its_endings_are_taken_if_each_is(name):
     """Which is how the table is read."""
     found = taken(name, DTYPES[0])

@@ -103,7 +103,10 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
+@pytest.mark.parametrize(
+    ("platform", "backend"),
+    [("gpu", "triton"), pytest.param("tpu", "splash", marks=pytest.mark.slow)],
+)
 def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said, monkeypatch):
     """In JAX's interpreter; on a CPU without it they cannot run, and XLA's attention makes do."""
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
@@ -146,7 +149,7 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
     assert found.checks == ("attention cudnn, packed, heads of 128",)
 
 
-@pytest.mark.parametrize("off", [False, True])
+@pytest.mark.parametrize("off", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monkeypatch):
     def without_a_table(q, k, v, *, offsets_BO, **rest):
         if offsets_BO is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from jspeed.run.hooks import NO_HOOKS
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
-from ...multi_process import SAME_BITS, ended, environment, metrics, shards, start, toy
+from ...multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
 from ...toys import TINY, TOYS
 from .steps import batches, mesh_of
 
@@ -35,6 +36,20 @@ def folder(tmp_path, monkeypatch):
     """A cache folder of its own, and the folder of programs in it."""
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     return cache_folder() / PROGRAMS
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder of programs as a first run leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JSPEED_CACHE", str(tmp_path_factory.mktemp("compiled")))
+        assert not tried().loaded
+        return cache_folder() / PROGRAMS
+
+
+@pytest.fixture
+def filled(folder, compiled):
+    return shutil.copytree(compiled, folder)
 
 
 @pytest.fixture
@@ -90,8 +105,7 @@ def test_phases_and_averages(no_compiler):
     assert saved.unchanged not in (first.at_end, again.at_end)
 
 
-def test_other_programs_are_others(no_compiler, monkeypatch):
-    tried()
+def test_other_programs_are_others(filled, no_compiler, monkeypatch):
     no_compiler()
     before = jax.config.jax_numpy_rank_promotion
     with pytest.raises(AssertionError, match="was traced"):
@@ -121,11 +135,10 @@ def flipped(content):
 
 
 @pytest.mark.parametrize(("which", "damage"), [("list", cut), ("executable", flipped)])
-def test_damaged_files_are_made_again(folder, capfd, which, damage, no_compiler):
-    tried()
-    damaged = [path for path in folder.iterdir() if path.name.startswith("stdlib-")]
+def test_damaged_files_are_made_again(filled, capfd, which, damage, no_compiler):
+    damaged = [path for path in filled.iterdir() if path.name.startswith("stdlib-")]
     if which == "executable":
-        damaged = [path for path in folder.iterdir() if path not in damaged][:1]
+        damaged = [path for path in filled.iterdir() if path not in damaged][:1]
     (path,) = damaged
     path.write_bytes(damage(path.read_bytes()))
     assert not tried().loaded
@@ -135,28 +148,34 @@ def test_damaged_files_are_made_again(folder, capfd, which, damage, no_compiler)
     assert tried().loaded
 
 
-def test_another_users_files_are_not_run(folder, capfd, monkeypatch):
-    tried()
+def test_another_users_files_are_not_run(filled, capfd, monkeypatch, no_compiler):
+    no_compiler()
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert not tried().loaded
+    with pytest.raises(AssertionError, match="was traced"):
+        tried()
     assert "is not used: it is another user's" in capfd.readouterr().err
 
 
-def test_a_module_that_changed_makes_programs_old(tmp_path, capfd, monkeypatch):
+def test_a_module_that_changed_makes_programs_old(tmp_path, capfd, monkeypatch, no_compiler):
     path = tmp_path / "helper.py"
     path.write_text("SCALE = 2\n")
     module = types.ModuleType("helper")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "helper", module)
     tried()
+    no_compiler()
     assert tried().loaded
     path.write_text("SCALE = 3\n")
-    assert not tried().loaded
+    with pytest.raises(AssertionError, match="was traced"):
+        tried()
     assert f"are made again: {path} is another" in capfd.readouterr().err
     other = types.ModuleType("patches")
     other.__file__ = str(tmp_path / "patches.py")
+    path.write_text("SCALE = 2\n")
+    assert tried().loaded
     monkeypatch.setitem(sys.modules, "patches", other)
-    assert not tried().loaded
+    with pytest.raises(AssertionError, match="was traced"):
+        tried()
 
 
 READ = {
@@ -185,8 +204,8 @@ def test_a_recipe_that_reads_elsewhere_is_traced_again(tmp_path, folder):
     assert {each.name: each.stat().st_ino for each in folder.iterdir()} == before
 
 
-def test_room_is_bounded(folder, monkeypatch):
-    tried()
+def test_room_is_bounded(filled, monkeypatch):
+    folder = filled
     theirs = folder / "somebody.txt"
     theirs.write_text("x" * 1000)
     old = folder / f"old{saved.SUFFIX}"
@@ -206,7 +225,7 @@ def test_room_is_bounded(folder, monkeypatch):
 def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
     data = shards(tmp_path / "shards")
     words = Options(
-        "stdlib", data=data, steps=1, set_=tuple(toy()[2:]), progress=False, sample=False
+        "stdlib", data=data, steps=1, set_=(*TOY, "LAYERS=1"), progress=False, sample=False
     )
 
     def run(name, hooks=NO_HOOKS, saves=True):

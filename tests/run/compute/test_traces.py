@@ -16,7 +16,7 @@ from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement, device_of
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_is_traced_once_for_all_phases_of_a_stage(parts):
     recipe, calls = small("r29"), []
     slow = {"embed": replace(recipe.parameters["embed"], every=2)}

@@ -38,6 +38,7 @@ def test_tensorboard_reads_the_curve_back(tmp_path):
     assert [(event.step, event.value) for event in read.Scalars("val/loss")] == [(0, 5.5)]
 
 
+@pytest.mark.slow
 def test_wandb_stays_on_disk(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
