@@ -230,6 +230,9 @@ def test_a_named_text_has_one_line_of_advice(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("jspeed run") == 1
     assert said.endswith("train on it: jspeed run shakespeare-char\n")
+    shakespeare_char()  # downloads nothing
+    again = capsys.readouterr().out
+    assert "is already there" in again and again.endswith("jspeed run shakespeare-char\n")
 
 
 def test_what_is_printed_trains_what_was_prepared(tmp_path, capsys):

@@ -48,6 +48,7 @@ def edited(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("TARGET_LOSS = 1.4", "TARGET_LOSS = 1e999", "target_loss is inf"),
         ("by_group = {", "import sys; sys.exit(0)\n    by_group = {", "ends the program at line 1"),
         ("optimizer=optimizer", "optimizer=list", "mine.py fails with AttributeError"),
+        ('"blocks": muon', '"bloks": muon', "fails with ValueError: .*'bloks'"),
         (
             "forward=forward",
             "forward=lambda params, tokens, ctx: nothing",

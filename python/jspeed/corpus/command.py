@@ -49,11 +49,16 @@ def _default(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
-def _prepare_named(name: str, out: Path | None, work: Callable[..., object]) -> None:
+def _prepare_named(
+    name: str, out: Path | None, work: Callable[..., object], usual: bool = False
+) -> None:
     """As :func:`_prepare` in ``out``, or where a run finds the data called ``name``; with how to
-    train its recipe."""
+    train its recipe. The ``usual`` data are not fetched where they already are."""
     folder = out or _default(name)
-    _prepare(folder, work)
+    if usual and (there := complete_manifest(folder)):
+        _report(folder, there, None)
+    else:
+        _prepare(folder, work)
     if recipe := RECIPES.get(name):
         data = f" --data {shlex.quote(str(folder))}"
         with suppress(BadInput):  # no cache folder
@@ -210,7 +215,9 @@ def names(
         row: Tokens in a row, and then in a lane of the recipe; longer names are cut.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    _prepare_named("names", out, partial(named_data_sets.prepare_names, given=input, row=row))
+    work = partial(named_data_sets.prepare_names, given=input, row=row)
+    usual = input is None and row == named_data_sets.NAMES_ROW
+    _prepare_named("names", out, work, usual)
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
@@ -222,7 +229,7 @@ def shakespeare_char(input: File | None = None, out: Folder | None = None) -> No
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     work = partial(named_data_sets.prepare_shakespeare, characters=True, given=input)
-    _prepare_named("shakespeare-char", out, work)
+    _prepare_named("shakespeare-char", out, work, usual=input is None)
 
 
 def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
@@ -233,7 +240,7 @@ def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
         out: Folder to make; default: one in the cache.
     """
     work = partial(named_data_sets.prepare_shakespeare, characters=False, given=input)
-    _prepare_named("shakespeare", out, work)
+    _prepare_named("shakespeare", out, work, usual=input is None)
 
 
 def tinystories(

@@ -100,7 +100,7 @@ def orthogonalise(
 
     The iterations of ``polynomial`` are on the wide orientation, so that the Gram matrix is the
     small one. A zero matrix stays zero. A device needs whole matrices:
-    :func:`jspeed.parallel.layout.on_whole_matrices` reshards banks whose matrices are sharded.
+    :func:`on_whole_matrices` reshards banks whose matrices are sharded.
     """
     tall = x.shape[-2] > x.shape[-1]
     if tall:

@@ -102,10 +102,17 @@ def find(
         ) from None
     except BaseException as error:
         raise BadInput(
-            f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}; correct"
-            " it"
+            f"recipe file {path} fails{_line_in(error, path)} with {type(error).__name__}:"
+            f" {_said(error)}; correct it"
         ) from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says as one line of at most 300 characters: optax names labels in its
+    second."""
+    text = str(error).partition("\n---")[0]  # JAX's words about its own frames
+    return " ".join(text.split())[:300] or "no message"
 
 
 def read(

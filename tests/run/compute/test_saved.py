@@ -168,7 +168,7 @@ def test_a_module_that_changed_makes_programs_old(tmp_path, capfd, monkeypatch, 
     path.write_text("SCALE = 3\n")
     with pytest.raises(AssertionError, match="was traced"):
         tried()
-    assert f"are made again: {path} is another" in capfd.readouterr().err
+    assert f"compiled again: {path} has changed" in capfd.readouterr().err
     other = types.ModuleType("patches")
     other.__file__ = str(tmp_path / "patches.py")
     path.write_text("SCALE = 2\n")

@@ -66,7 +66,8 @@ def saved_or_compiled(loaded: LoadedRecipe, placement: Placement, rows: int) -> 
         return make()
     around = surroundings(placement)
     recipe = loaded.hash, loaded.recipe.eval_max_doc_len, rows, *loaded.recipe.on_host
-    path = folder / f"{loaded.recipe.name}-{digest(*around, *recipe)}{SUFFIX}"
+    here = sys.prefix, __file__  # another installation has other modules: a list of its own
+    path = folder / f"{loaded.recipe.name}-{digest(*around, *here, *recipe)}{SUFFIX}"
     if program := follow(path, placement):
         return program
     names: dict[int, str] = {}
@@ -156,7 +157,7 @@ def follow(path: Path, placement: Placement) -> Program | None:
     if (kept := read(path)) is None:
         return None
     if changed := stale(kept["modules"]):
-        say(f"note: the programs of this run are made again: {changed} is another than theirs")
+        say(f"note: programs are compiled again: {changed} has changed since they were saved")
         return None
     find = cache(lambda name: load(path.with_name(name), placement))
     drawn, evaluation, sums = map(find, [*kept["others"], kept["sums"]])

@@ -114,8 +114,9 @@ def train_step(
     the summed gradient; the optimizer then runs on sharded parameters. With a pipeline the
     micro-batches are the pipeline's.
 
-    ``given`` are the rows that ``tokens`` name in each table of ``recipe.on_host``; their gradients
-    come back beside the loss, as ``rows``.
+    ``tokens`` are ids ``[lanes, lane_len + 1]``, cut over the devices by lanes. ``given`` are the
+    rows that they name in each table of ``recipe.on_host``; their gradients come back beside the
+    loss, as ``rows``.
     """
     mesh, layout = placement.mesh, placement.layout
     mean = mean_weight(recipe, split(recipe.beside, tokens)[0])
@@ -149,6 +150,9 @@ def on_devices(
 
     It gathers parameters and computes gradients of ``weight`` x the summed loss of its rows. To
     these it adds what earlier steps left, reduces them, and updates tables row by row.
+
+    ``cuts``, a tree like the parameters, are their PartitionSpecs; ``later`` says which of them are
+    gathered layer by layer; ``place`` is where the rows come from: the step, the first row.
     """
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
@@ -161,7 +165,7 @@ def on_devices(
     of_rows = partial(gradients, recipe, ctx, parts)
 
     def on_device(
-        params: Any, kept: Any, rows: Any, step: jax.Array, tokens: jax.Array, given: Rows
+        params: Any, kept: Any, of_tables: Any, step: jax.Array, tokens: jax.Array, given: Rows
     ) -> Any:
         gathered = gather_parameters(recipe, gather, params, cuts, later)
         whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
@@ -170,16 +174,16 @@ def on_devices(
             placement.traces, key, of_rows, place, weight, whole, tokens, given
         )
         grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
-        tables, rows = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, rows)
+        tables, of_tables = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
         dense = [without_lazy(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
         grads = map_specs(lambda spec, *its: kind_of(spec).reduced(mesh, *its), *dense)
-        return (grads, tables), kept, rows, row_losses, of_given
+        return (grads, tables), kept, of_tables, row_losses, of_given
 
-    lanes, whole = rows_spec(mesh), PartitionSpec()
+    lanes, everywhere = rows_spec(mesh), PartitionSpec()
     param_specs, carry_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
     row_specs = lazy_specs(recipe, cuts)
     table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
-    arguments = param_specs, carry_specs, row_specs, whole, lanes, lanes
+    arguments = param_specs, carry_specs, row_specs, everywhere, lanes, lanes
     updated = without_lazy(recipe, param_specs), table_specs
     return on_device, arguments, (updated, carry_specs, row_specs, lanes, lanes)
 
