@@ -90,8 +90,7 @@ def few_objects_to_look_through() -> Iterator[None]:
 
 @pytest.fixture
 def gpt2_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tiktoken find GPT-2's vocabulary without a network; skips the test where there is
-    none."""
+    """Let tiktoken find GPT-2's vocabulary offline; skips the test where there is none."""
     found = Path(__file__).parents[2] / "shared" / "data" / "tiktoken_cache"
     if found.is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(found))

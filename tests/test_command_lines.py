@@ -96,8 +96,7 @@ def test_evaluate_refuses_what_would_have_no_effect(tmp_path, words, arguments):
     ],
 )
 def test_words_that_the_system_refuses_are_a_sentence(tmp_path, words, arguments):
-    """Path.exists() raises for a name that is too long, and below a folder that may not be
-    searched."""
+    """Path.exists() raises for names too long, and below a folder closed to search."""
     (tmp_path / "loop").symlink_to("loop")
     done = call(tmp_path, *arguments)
     assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done

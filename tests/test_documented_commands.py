@@ -71,8 +71,7 @@ SPAN = re.compile(
 
 
 def on_page(text: str) -> Iterator[tuple[str, bool]]:
-    """The commands of a page, and whether one is whole: in a block, not in the middle of a
-    sentence."""
+    """The commands of a page; and whether one is whole: in a block, not in a sentence."""
     fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
     for kind, block in fence.findall(text):
         if kind in ("sh", "bash"):

@@ -159,8 +159,7 @@ def test_the_scenes_of_the_readme(jspeed):
     not SHAKESPEARE.is_file(), reason=f"no {SHAKESPEARE.name} in {SHAKESPEARE.parent}"
 )
 def test_the_scene_of_the_race(jspeed):
-    """The README's own lines but the download, with one round for its two; the idea is its own
-    too."""
+    """The README's own lines but the download, with one round for its two, and its idea."""
     jspeed("prepare", "shakespeare-char", "--input", SHAKESPEARE)
     source = jspeed("run", "shakespeare-char", "--show-recipe").stdout
     orders = re.search(r"^ORDERS = (.*)$", source, flags=re.M)

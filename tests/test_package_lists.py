@@ -65,8 +65,7 @@ def section(heading: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, in functions too, but for those that only a type checker
-    reads."""
+    """The modules that a file imports, in functions too, but not for a type checker alone."""
     tree = ast.parse(path.read_text())
     unread = [
         node
@@ -87,8 +86,7 @@ def imports(path: Path) -> set[str]:
 
 
 def needed() -> list[str]:
-    """The modules that a training process may import, of jspeed and of others, from its commands
-    on."""
+    """The modules that a training process may import, of jspeed and others, from commands on."""
     todo = ["jspeed.cli.main", *(satellites.COMMANDS[name][0] for name in ("run", "launch"))]
     todo += [*satellites.HOOKS, satellites.RANK, satellites.JOIN]  # a run finds these by name
     todo += [f"jspeed.recipes.{name.replace('-', '_')}" for name in known_recipes()]
@@ -151,8 +149,7 @@ def test_a_list_without_a_package_is_not_enough(tmp_path):
 
 
 def test_every_package_that_is_imported_is_declared():
-    """By name, not only by another that requires it: tqdm, which huggingface_hub brings, once was
-    not."""
+    """By name, not only by another that needs it: tqdm, which huggingface_hub brings, was not."""
     rows = [
         *PROJECT["dependencies"],
         *(row for rows in PROJECT["optional-dependencies"].values() for row in rows),

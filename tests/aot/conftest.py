@@ -28,8 +28,7 @@ def h100(plugin: None) -> Iterator[Target]:
 
 @pytest.fixture(scope="session")
 def mesh(h100: Target) -> Callable[[int], Mesh]:
-    """``mesh(devices)``: that many H100s on one ``data`` axis; built once each, for it takes a
-    second."""
+    """``mesh(devices)``: that many H100s on one ``data`` axis; each built once, in a second."""
     meshes: dict[int, Mesh] = {}
 
     def build(devices: int) -> Mesh:

@@ -7,8 +7,7 @@ from jspeed.plan.hlo import Instruction, instructions, paired
 
 
 def custom_calls(text: str, target: str = "") -> list[Instruction]:
-    """Return the calls of library kernels and foreign functions whose target begins with
-    ``target``."""
+    """Return the calls of library kernels and foreign functions whose target begins so."""
     return [
         i
         for i in paired(instructions(text))

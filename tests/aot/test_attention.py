@@ -65,8 +65,7 @@ def test_cudnn(mesh, packed, window):
 
 @pytest.mark.parametrize("window", [None, 256])
 def test_cudnn_is_told_the_longest_document(mesh, window):
-    """Two lanes a device are eight rows, of 16 slots each; nothing is made of all slots by a
-    lane."""
+    """Two lanes a device are eight rows of 16 slots; nothing is made of all slots by a lane."""
     text = compiled(mesh, "cudnn", True, window, longest=512)
     calls = custom_calls(text, "__cudnn$fmha")
     assert sorted(call.target for call in calls) == [

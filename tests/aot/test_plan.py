@@ -34,8 +34,7 @@ MEMORY = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 2**35}
 
 
 def steps_of(mesh, name: str) -> list[Step]:
-    """A step for every stage of a recipe on eight devices, from the compile that test_recipes
-    shares."""
+    """A step for every stage of a recipe on eight devices, of the compile in test_recipes."""
     recipe, text, needed = compiled(mesh(8), name)
     last = Step(recipe.stages[-1], 1, text, MEMORY | {"peak": needed})
     return [with_stage(last, stage) for stage in recipe.stages[:-1]] + [last]

@@ -23,8 +23,7 @@ ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
 
 @functools.cache
 def compiled(mesh, name):
-    """Compile the last stage's step as a run does: (recipe, optimised HLO, bytes a device
-    needs)."""
+    """Compile the last step as a run does: (recipe, optimised HLO, bytes a device needs)."""
     step = step_of_a_run(mesh, name)
     return find(name).recipe, step.program.as_text(), step.need
 
@@ -71,8 +70,7 @@ def test_a_run_counts_the_calls_that_are_in_its_text(record):
 
 
 def test_parameters_are_gathered_and_gradients_scattered_once(on_eight, mesh):
-    """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is
-    local."""
+    """Only scalars and small vectors cross between devices else: Newton-Schulz is local."""
     recipe, text, _ = on_eight
     cuts = partitions(recipe.parameters, "zero1", mesh(8)).values()
     large = sum(sharded_dim(cut) is not None for cut in cuts)

@@ -35,8 +35,7 @@ def test_all_sums_are_one_kernel_which_reads_everything_once(mesh):
 
 
 def test_row_adam_is_one_kernel_which_changes_the_table_in_place(mesh):
-    """Four steps' lists: their gradients are read once, and two rows of the table moved for
-    each."""
+    """Four steps' lists: gradients are read once, and two rows of the table moved for each."""
     lies, size = NamedSharding(mesh(1), PartitionSpec()), 4 * SLOTS
     shapes = [((SLOTS, D), jnp.bfloat16)] * 4 + [
         ((size,), jnp.int32),

@@ -22,8 +22,7 @@ def figures(plans):
 
 
 def wrong(plans, figures):
-    """The checks that do not hold: programs of ours within 15 %, what one lever is worth within
-    25 %."""
+    """The checks that do not hold: our programs within 15 %, one lever's worth within 25 %."""
     found = {one.what: one.error for one in plans.checks(figures)}
     levers = ("FP8 down projection (PR 342)",)
     ours = [one.what for one in plans.checks(figures) if one.ours]

@@ -83,8 +83,7 @@ MARKERS = (
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with empty records around the running script; the package is used from
-    elsewhere."""
+    """A repository with empty records around the script; the package is used from elsewhere."""
     folder = tmp_path / "repository"
     for name in ("scripts/benches", "records"):
         (folder / name).mkdir(parents=True)

@@ -199,8 +199,7 @@ def test_two_runs_with_one_seed_are_one_sample_of_the_loss(records, tmp_path):
 
 
 def test_steps_are_ranked_by_track_3s_rules(records, tmp_path):
-    """Wherever they ran and however long they took; z and the pairwise test with the price of a
-    step."""
+    """Wherever and however long they ran; z and the pairwise test with the price of a step."""
     more = {
         "more": "tokens_per_step = 8192",
         "significance": "sigma = 0.0013\nprice_per_step = 0.000045",

@@ -25,8 +25,7 @@ VOID = ("meta", "br", "path", "rect", "use", "img")
 
 
 class Reader(HTMLParser):
-    """Collects a page's elements with their attributes, and its text; every element must be
-    closed."""
+    """Collects a page's elements, their attributes and its text; every element must close."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -204,8 +203,7 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
 
 @pytest.mark.slow
 def test_ten_thousand_runs(tmp_path):
-    """Ten times the runs are verified and shown in at most twice ten times the processor's
-    seconds."""
+    """Ten times the runs are verified and shown in at most twenty times the processor's time."""
 
     def shown(folder: Path, part: int) -> tuple[str, float]:
         count = many_records.fill(folder, "fineweb/8xH100", 700 // part, 8)

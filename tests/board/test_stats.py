@@ -102,8 +102,7 @@ def test_pooled_sigma_is_the_residual_of_one_mean_a_group():
 
 
 def test_better_than_parent_by_track_3s_formula():
-    """(loss difference + .0045 x steps saved / 100) / sqrt(1/n1 + 1/n2) >= .004, with sigma
-    .0013."""
+    """(loss difference + .0045 x steps saved / 100) / sqrt(1/n1 + 1/n2) >= .004, sigma .0013."""
     parent, child = [3.2787] * 10, [3.2790] * 20
     by_hand = (-0.0003 + 0.0045) / math.sqrt(1 / 10 + 1 / 20)
     z, p = stats.better_than(child, parent, 0.0013, steps_saved=100, price=0.0045 / 100)

@@ -1,5 +1,4 @@
-"""Detection of edited records: each edit is named by file and field, even with recomputed
-hashes."""
+"""Detection of edited records: each is named by file and field, also with new hashes."""
 
 import json
 import shutil

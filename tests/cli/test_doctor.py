@@ -26,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache with a data set, one that was interrupted, one that is broken, and a compiled
-    program."""
+    """A cache with a data set, one interrupted, one broken, and a compiled program."""
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "text.txt").write_text("round and round " * 300)

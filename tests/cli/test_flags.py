@@ -1,5 +1,4 @@
-"""The command ``jspeed``: its help, its examples, and what it says to words that it does not
-know."""
+"""The command ``jspeed``: help, examples, and what it says to words that it does not know."""
 
 import logging
 import re

@@ -122,8 +122,7 @@ def has_ipv6():
 @pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
 def test_two_processes_join_over_ipv6(tmp_path):
-    """torchrun's form of the address, without brackets: for the rendezvous and for JAX's own
-    service."""
+    """torchrun's form of the address, without brackets: for rendezvous and JAX's service."""
     command = [sys.executable, "-c", textwrap.dedent(JOINS)]
     pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pair = [place | {"MASTER_ADDR": "::1", "JSPEED_WAIT_SECONDS": "30"} for place in places(2)]

@@ -16,6 +16,8 @@ import pytest
 
 from jspeed.corpus import tokenise
 
+from ..call_script import call
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare.py"
 SHARED = ROOT.parent / "shared" / "data"
@@ -90,6 +92,9 @@ def content_of(folder):
 
 
 def script(*arguments, **environment):
+    """Exit code, stdout and stderr of prepare.py; with variables, in a process of its own."""
+    if not environment:
+        return call(Path(), "prepare.py", *arguments)
     command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     return done.returncode, done.stdout, done.stderr

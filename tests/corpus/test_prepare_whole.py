@@ -195,8 +195,7 @@ def small_files():
 
 @pytest.mark.parametrize(("text", "count"), [("x", 2000), ("document " * 20, 200)])
 def test_a_disk_that_stays_full_keeps_the_work(tmp_path, monkeypatch, text, count):
-    """One-letter documents fill the table of documents first. The same command again removes
-    nothing."""
+    """One-letter documents fill their table first. The same command again removes nothing."""
     source, out = (
         jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)]),
         tmp_path / "new" / "out",

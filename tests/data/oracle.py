@@ -33,8 +33,7 @@ def windows(tokens, starts, pos, lanes, stage):
 
 
 def packed(tokens, starts, pos, lanes, stage):
-    """Recipe 1.3: documents from a cursor over their starts, cut at M and at T + 1 tokens of a
-    lane."""
+    """Recipe 1.3: documents from a cursor over their starts, cut at M and at T + 1 tokens."""
     T, M, ahead = stage.lane_len, stage.max_doc_len or len(tokens), [s for s in starts if s >= pos]
     rows, ends = [], []
     for _ in range(lanes):

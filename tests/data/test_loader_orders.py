@@ -47,8 +47,7 @@ def mix(z):
 
 
 def windows(shards, lanes, length, seed, step):
-    """The rule of ``Shuffle(unit="window")``: starts of all shards in a row, one drawn for each
-    lane."""
+    """The rule of ``Shuffle(unit="window")``: of starts of all shards one for each lane."""
     all_of_them = [
         shard[n : n + length + 1] for shard in shards for n in range(len(shard) - length)
     ]
@@ -87,8 +86,7 @@ def test_random_windows_follow_the_rule_on_other_processes_too(lengths, length, 
 
 
 def test_random_windows_start_anywhere_up_to_the_last():
-    """Eight tokens and windows of three with their target: starts 0 to 4, as often as each
-    other."""
+    """Eight tokens, windows of three with their target: starts 0 to 4, equally often."""
     same = {"lanes": 50, "lane_len": 3, "epochs": None}
     loader = TokenLoader(shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **same)
     starts = np.concatenate([batch.tokens[:, 0] for batch in islice(loader, 100)])

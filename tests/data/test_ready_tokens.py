@@ -1,5 +1,4 @@
-"""``jspeed prepare tokens``: files of ids from nanoGPT and build-nanogpt, and those that are
-none."""
+"""``jspeed prepare tokens``: ids of nanoGPT and build-nanogpt, and files that are none."""
 
 import json
 import os

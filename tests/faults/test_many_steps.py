@@ -5,8 +5,7 @@ from ..multi_process import SAME_BITS, ended, environment, metrics, start, toy
 
 
 def test_300_steps_on_8_virtual_devices_twice(tmp_path, folder):
-    """Without NPROC=16, which would hide it: 64 steps in flight ended 3 runs of 3 with exit code
-    134."""
+    """Without NPROC=16, which hides it: 64 steps in flight ended 3 runs of 3 by code 134."""
     fields = toy("STEPS=300", "EVAL_EVERY=300")
     variables = {
         name: value

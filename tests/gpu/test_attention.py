@@ -80,8 +80,7 @@ def test_agrees_with_dense_mask(backend, packed, window, length, width):
 
 @pytest.mark.parametrize("window", [None, 1, 384])
 def test_lanes_as_rows_of_the_longest_document(backend, window):
-    """Documents of at most 700 tokens, across the borders of rows of 768; only cuDNN makes use of
-    it."""
+    """Documents of up to 700 tokens, across borders of rows of 768; cuDNN alone uses it."""
     tokens = lanes(3072)
     tokens[:, ::700] = BOS
     q, k, v, dout = np.random.default_rng(1).normal(size=(4, 4, 3072, 2, 128)).astype(jnp.bfloat16)

@@ -24,8 +24,7 @@ def same(found, expected, rtol):
 
 
 def test_the_fp8_kernels():
-    """Their transposed results too; and the wgmma of two FP8 types, which no interpreter has
-    run."""
+    """Their transposed results too; and wgmma of two FP8 types, which no interpreter ran."""
     forward = (
         drawn(0, N, D).astype(E4M3),
         drawn(1, F, D).astype(E4M3),

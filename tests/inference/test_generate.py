@@ -53,8 +53,7 @@ def toy(name, *sets, facts=BYTES, mesh=None):
 
 
 def whole_forward(model):
-    """Greedy choice after each of a row's tokens, by the recipe's own forward pass over a whole
-    lane."""
+    """Greedy choice after each token of a row, by the recipe's own forward pass of a lane."""
     recipe, length = model.recipe, model.recipe.eval_len
     context = eval_context(recipe, device_of(model.mesh, "xla"))
     run = jax.jit(
@@ -77,8 +76,7 @@ OTHERS = [name for name in known_recipes() if name not in (*ALIKE, *SEEN)]
     "name", [*SEEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_cached_tokens_are_those_of_whole_forward_passes(name):
-    """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a
-    cache."""
+    """Prompts of unlike lengths, a mark inside one, windows: all as without a cache."""
     model = toy(name, facts=BYTES | {"bos_id": 5})
     prompts = [[7, 99, 200, 5, 31], [88]]
     generator = Generator(model, 2, GREEDY)
@@ -228,8 +226,7 @@ def test_top_k_of_one_and_temperature_zero_are_the_argmax():
 
 @pytest.mark.slow
 def test_seeds_rows_and_meshes():
-    """The same seed gives the same text, alone, among others, and from parameters spread over
-    devices."""
+    """A seed gives the same text, alone, among others, and from parameters over devices."""
     model = toy("stdlib")
     prompts = ["abc", "x", "hello wor"]
     texts = sample(model, prompts, 8, Sampling(1.0, seed=3))

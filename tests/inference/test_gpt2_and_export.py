@@ -538,8 +538,7 @@ def test_a_run_on_another_recipe_or_ids_than_gpt2_s_says_so(tmp_path):
 
 
 def test_scalars_come_back_as_scalars(tmp_path):
-    """Parameters of shape () and matrices that lie in memory by columns: r62 and r89 have the
-    first."""
+    """Parameters of shape () and matrices that lie by columns: r62 and r89 have the first."""
     columns = np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3))
     export.save(
         tmp_path / "model.safetensors", {"scale": np.float32(0.5), "columns": columns}, export.OWN

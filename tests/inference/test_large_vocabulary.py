@@ -1,5 +1,4 @@
-"""More ids than uint16 holds, from text to text: prepared, trained, evaluated, sampled,
-exported."""
+"""More ids than uint16 holds: prepared, trained, evaluated, sampled, exported."""
 
 import json
 from dataclasses import replace

@@ -54,8 +54,7 @@ def table_losses(rows):
 
 
 def chosen(model, item):
-    """The endings chosen by total and by mean loss: the labels with which the item counts as
-    right."""
+    """The endings chosen by total and by mean loss: labels with which the item is right."""
     counts = [next(score.hellaswag(model, [replace(item, label=label)])) for label in range(4)]
     return tuple([count[n] for count in counts].index(1) for n in (1, 2))
 
@@ -126,8 +125,7 @@ def test_accuracy_is_the_share_of_targets_that_are_the_argmax(length):
 
 @pytest.mark.slow
 def test_losses_of_a_staged_recipe_are_those_of_evaluation():
-    """Record 62's forward pass reads its stage's own number and evaluates with windows of its
-    own."""
+    """Record 62's forward pass reads its stage's number, and evaluates with own windows."""
     staged = model("r62")
     recipe = staged.recipe
     rows = np.asarray(jax.random.randint(jax.random.key(0), (2, recipe.eval_len + 1), 6, 257))

@@ -28,8 +28,7 @@ def rounded(a, dtype):
 
 
 def divided(a, scale):
-    """In fp32, by the reciprocal, as the kernels do: a second rounding may turn a near tie into a
-    tie."""
+    """In fp32, by the reciprocal, as kernels do: rounding twice may turn a near tie into one."""
     return (np.asarray(a, np.float32) * (np.float32(1) / np.float32(scale))).astype(np.float64)
 
 

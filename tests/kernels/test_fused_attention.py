@@ -46,8 +46,7 @@ def exact(tokens, window, scale, q, k, v, dout):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of which a lane of 27 holds several; own and visited ones differ, and neither divides
-    it."""
+    """Blocks of which a lane of 27 holds several; own and visited ones differ."""
     for table, blocks in (("FORWARD", (8, 4)), ("DQ", (4, 8)), ("DK_DV", (8, 4))):
         monkeypatch.setattr(fused_attention, table, {4: Blocks(*blocks, 4, 2)})
 

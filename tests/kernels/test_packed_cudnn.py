@@ -63,8 +63,7 @@ def both_tables(tokens, max_docs, longest):
 
 
 def compare(tokens, max_docs, longest):
-    """The tables are equal, but that no document is longer than a row, which only lanes of NaN
-    have."""
+    """The tables are equal, but only lanes of NaN have a document longer than a row."""
     row = packed_cudnn.row_length(tokens.size, longest)
     (sizes, starts), (jax_sizes, jax_starts), in_order = jax.tree.map(
         np.asarray, both_tables(tokens, max_docs, longest)

@@ -26,15 +26,13 @@ KERNEL = Kernel(partial(pointer_attention.shares, interpret=True))
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of which a lane of 43 holds several; own and visited ones differ, and neither divides
-    it."""
+    """Blocks of which a lane of 43 holds several; own and visited ones differ."""
     for name, blocks in (("FORWARD", (16, 4)), ("DQ", (4, 16)), ("DK", (16, 4))):
         monkeypatch.setattr(pointer_attention, name, Blocks(*blocks, 4, 2))
 
 
 def lanes(length, *starts):
-    """Tokens of which few differ, and their targets: int ``[B, T]``. The target 9 never occurs
-    before."""
+    """Tokens of which few differ, and targets: int ``[B, T]``. Target 9 never occurs before."""
     tokens = np.random.default_rng(0).integers(0, 5, size=(len(starts), length + 1))
     for row, of_lane in zip(tokens, starts, strict=True):
         row[list(of_lane)] = BOS
@@ -107,8 +105,7 @@ def test_agrees_with_float64(small_blocks, window):
 
 
 def test_blocks_out_of_sight_are_not_visited(small_blocks):
-    """Where blocks are visited, NaN in keys or queries shows in sums, even times a weight of
-    zero."""
+    """Where blocks are visited, NaN in keys or queries shows, even times a weight of zero."""
     tokens, targets = lanes(43, [16])
     gradients, q, k, none = arrays(tokens, 16)
     # another document, and the future of queries before 32

@@ -38,8 +38,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Run a cluster with its files in ``folder``; yields the variables by which its commands find
-    it."""
+    """Run a cluster in ``folder``; yields the variables by which its commands find it."""
     host = socket.gethostname().split(".")[0]
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)

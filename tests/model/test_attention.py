@@ -1,5 +1,4 @@
-"""Attention against a dense float64 mask, forward and backward, for borders and windows
-anywhere."""
+"""Attention against a dense float64 mask, both ways, for borders and windows anywhere."""
 
 import re
 from functools import partial
@@ -185,8 +184,7 @@ def test_memory_is_less_than_the_scores():
 
 @some(("model",), [("unrolled", 2)], [("looped", 1), ("unrolled", 1), ("looped", 2)])
 def test_on_a_mesh(blocks_of_8, model):
-    """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same
-    rows."""
+    """Rows over ``data``, heads over ``model``, whose devices read documents of the same rows."""
     axes = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[: 2 * model]}
     mesh = jax.make_mesh((2, model), ("data", "model"), **axes)
     tokens = np.where(np.arange(80).reshape(4, 20) % 9 == 5, BOS, 1)

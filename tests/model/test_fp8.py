@@ -130,8 +130,7 @@ def test_small_gradients_survive_what_e4m3_would_lose():
 
 @pytest.mark.parametrize("given", [None, 0.004])
 def test_forward_product_in_fp8_has_the_plain_gradients(case, given):
-    """Scales are measured but for one that is given, here too small, so that some of ``x`` is
-    clipped."""
+    """Scales are measured but for one that is given, too small, so that ``x`` is clipped."""
     x, w, g = case
     scale = None if given is None else jnp.float32(given)
     y, pull = jax.vjp(jax.jit(lambda x, w: forward_matmul(x, w, scale)), x, w)
@@ -176,8 +175,7 @@ def test_matmuls_of_a_layer_by_the_object_that_layers_share(case):
 
 @pytest.mark.parametrize("before", [0.0, 0.3, 0.001])
 def test_gradients_in_fp8_by_what_the_step_before_measured(case, before):
-    """Nothing measured yet; as much as now; a gradient that has grown past the margin and is
-    clipped."""
+    """Nothing measured yet; as much as now; a gradient past the margin, which is clipped."""
     x, w, g = case
     most = np.abs(g).max()
     dx, dw, found = measured_gradients(x, w, np.float32(before), g)
@@ -260,8 +258,7 @@ def in_fp8(x, up, down, largest_3, x_largest=None, kernel=None):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels that round, by JAX's interpreters; in ``calls`` the shapes that each was asked
-    for."""
+    """The kernels that round, by interpreters; ``calls`` has the shapes they were asked for."""
     calls = []
 
     def put(module, name, interpret):

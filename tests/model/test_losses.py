@@ -1,5 +1,4 @@
-"""Cross-entropy and its gradient against float64 NumPy and jax.grad; matmuls and saved
-residuals."""
+"""Cross-entropy and gradient against float64 NumPy and jax.grad; matmuls and residuals."""
 
 from functools import partial
 

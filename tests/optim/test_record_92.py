@@ -110,8 +110,7 @@ def test_adam_whose_betas_change_is_adam_while_they_do_not():
 
 @pytest.mark.parametrize("among", [(0, 1, 2, 3), None, ()], ids=["all", "each", "unknown"])
 def test_averages_start_move_and_take_the_weights_place(among):
-    """In a program for all steps, in one for each, and where it is not known which steps it
-    makes."""
+    """In a program for all steps, one for each, and where its steps are not known."""
     rates = np.array([0, 1.0, 0, 0.25])
     averages = Average(rates, {"a": 0.5}), Average(rates, {"a": 1.0, "b": 0.0})
     steps = [{"a": jnp.full(2, value), "b": jnp.arange(3.0)} for value in (5.0, 2.0, 7.0, 4.0)]

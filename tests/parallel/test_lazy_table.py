@@ -30,8 +30,7 @@ BETAS = (0.9, 0.9, 0.81, 0.81, 0.81)
 
 
 def dense(table, steps):
-    """The rule of record 92 on the whole table: events of one or several steps' (ids,
-    gradients)."""
+    """Record 92's rule on the whole table: events of one or several steps' (ids, gradients)."""
     p, v = table.astype(np.float64), np.zeros((len(table), 1))
     for n, (event, beta) in enumerate(zip(steps, BETAS, strict=True)):
         g = np.zeros_like(p)
@@ -172,8 +171,7 @@ def test_distinct_rows_ascend_and_all_past_the_part_differ():
 
 
 def test_no_copy_of_the_table_is_made():
-    """The compiled program of 8 devices needs less than a part besides its arguments, and copies
-    none."""
+    """The program of 8 devices needs less than a part besides arguments, and copies none."""
     mesh = make_mesh({"data": 8}, devices=jax.devices()[:8])
     rows = 2**16
     width = 16

@@ -73,8 +73,7 @@ class Case:
         )
 
     def write_tokens(self, folder: Path) -> None:
-        """Write two training shards, whose border lies within a few batches, and one validation
-        shard."""
+        """Write two training shards, whose border comes early, and one validation shard."""
         rng, recipe = np.random.default_rng(0), self.recipe()
         batch = recipe.tokens_per_step(recipe.stages[0])
         longest = 2 * LONGEST if recipe.data.align else recipe.stages[0].lane_len // 2

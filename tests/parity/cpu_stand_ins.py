@@ -49,8 +49,7 @@ class Anything:
 
 
 class OnHost(torch.overrides.TorchFunctionMode):
-    """Tensors meant for the GPU stay on the host; with ``exact``, those meant for bf16 become
-    fp32."""
+    """Tensors for the GPU stay on the host; with ``exact``, those for bf16 become fp32."""
 
     def __init__(self, exact: bool):
         super().__init__()

@@ -1,5 +1,4 @@
-"""Execute a modded-nanogpt record's own script on a CPU in fp32, with GPUs and processes
-replaced."""
+"""Execute a record's own script on a CPU in fp32, with GPUs and processes replaced."""
 
 import ast
 import builtins

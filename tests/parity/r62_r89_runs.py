@@ -1,5 +1,4 @@
-"""Losses and gradients of records 62/89 and ours, on batches from the record's own data
-generator."""
+"""Losses and gradients of records 62/89 and ours, on the record's own batches."""
 
 from collections.abc import Sequence
 from itertools import islice

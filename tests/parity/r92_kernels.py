@@ -187,8 +187,7 @@ def adam_of_rows(
     beta2: float,
     eps: float, rate: float, decay: float, fresh1: float, fresh2: float, out: Any = None,
 ) -> Any:  # fmt: skip
-    """Adam with one second moment a row, for ``rows``, after the decay that they owe since
-    ``last``."""
+    """Adam with one second moment a row, for ``rows``, after the decay owed since ``last``."""
     assert beta1 == 0
     if out is not None:
         return out.copy_(p[rows.long()])

@@ -65,8 +65,7 @@ class Pair:
         manager.sns_stage, manager._sns_negatives = sns_stage, negatives
 
     def start(self, apart: bool = False) -> Tree:
-        """Give both the same parameters, and return them; ``apart``: the embedding is not the
-        head's."""
+        """Give both the same parameters; return them. ``apart``: embedding is not head."""
         params = filled(self.recipe)
         params["mudd_groups"] = params["mudd_groups"] / 6
         if apart:
@@ -91,8 +90,7 @@ class Pair:
         return self.mine(named[0] | {NGRAMS: np.concatenate([part[NGRAMS] for part in named])})
 
     def cut(self, stage: int | None) -> list[Lane]:
-        """A lane of each process from the record's generator: of a stage's training, or of
-        validation."""
+        """A lane of each process from the record's generator: of training or validation."""
 
         def take(rank: Rank) -> Lane:
             args, make = rank.namespace["args"], rank.namespace["distributed_data_generator"]

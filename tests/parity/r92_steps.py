@@ -23,8 +23,7 @@ BANKS = ("queries_keys", "values_outs", "mlp")
 
 
 class Ours:
-    """Our optimizers and averages, a step at a time on given gradients, summed as in a training
-    step."""
+    """Our optimizers and averages, a step at a time, gradients summed as in training."""
 
     def __init__(self, recipe: Recipe, params: Tree):
         self.recipe, self.optimizer, self.rows = (
@@ -101,8 +100,7 @@ class Theirs:
         self.pair.script.each(move)
 
     def step(self, number: int, grads: Tree) -> Tree:
-        """Add ``grads`` to what is there, let the record update, and return the parameters as
-        ours."""
+        """Add ``grads``, let the record update, and return the parameters as ours."""
         named = self.pair.names.theirs(grads)
 
         def update(rank: Rank) -> None:

@@ -216,8 +216,7 @@ def test_a_short_run(case, clone, folders, agree):
 
 
 def loader_of(recipe, folder, split):
-    """Our batches of the same shards, as a run cuts them: from start to end of the split, in
-    order."""
+    """Our batches of the same shards, as a run cuts them: from start to end, in order."""
     shards = find_split(folder / "data" / "fineweb10B", split)
     common = {"bos_id": recipe.data.bos_id, "vocab_size": recipe.data.vocab_size, "prefetch": 0}
     if split == "val":

@@ -280,8 +280,7 @@ calls=%dynamic-slice-fusion
 
 
 def test_a_matmul_of_a_bank_s_slice_is_one_also_inside_a_fusion():
-    """As jaxlib 0.12 writes it; its FLOPs were once none, which made record 29's step a third
-    quicker."""
+    """As jaxlib 0.12 writes it; once its FLOPs were none, and record 29 a third quicker."""
     [kernel] = cost.kernels(SLICE_MULTIPLIED)
     assert (kernel.kind, kernel.dtype, kernel.flops) == ("matmul", "bf16", 2 * 16 * 64 * 32)
 

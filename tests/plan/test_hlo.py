@@ -12,8 +12,7 @@ from jspeed.plan import hlo
 
 @pytest.fixture(scope="module")
 def step() -> str:
-    """A loop of matmuls, a reduction over rows that lie on eight devices, and an in-place
-    update."""
+    """A loop of matmuls, a sum over rows that lie on eight devices, an in-place update."""
     mesh = make_mesh({"data": 8})
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 

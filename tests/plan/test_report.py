@@ -269,8 +269,7 @@ def test_a_finding_is_on_the_page_once(read):
 
 
 def test_collectives_of_one_stage_say_nothing_of_others():
-    """The terminal shows the last stage alone, whose collectives need not be those of the
-    others."""
+    """The terminal shows the last stage alone, whose collectives may be others."""
     note = "A stage that is not listed has the same collectives as one that is."
     assert tables.collectives({"stages": [STAGE]}).note == ""
     assert tables.collectives({"stages": [STAGE, STAGE | {"name": "stage 2"}]}).note == note

@@ -58,8 +58,7 @@ def test_facts_by_the_name_that_jax_gives_a_device(kind: str, peak: float | None
 
 @pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
 def test_facts_agree_with_the_compiler_s_target_config(path: Path):
-    """Every fact has a source, and size and bandwidth are those of the text, to what vendors
-    round."""
+    """Every fact has a source; size and bandwidth are the text's, to what vendors round."""
     facts, text = target.load_target(path.stem).data_sheet, path.read_text()
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources", "fractions"}
     assert set(facts.host) == {"cores", "memory_bytes", "link_bytes_per_second"}

@@ -1,5 +1,4 @@
-"""The FineWeb recipes against the numbers of their sources: sizes, schedules, windows, FP8
-scales."""
+"""The FineWeb recipes against their sources: sizes, schedules, windows, FP8 scales."""
 
 from pathlib import Path
 
@@ -139,8 +138,7 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
 
 
 def test_fineweb_cpu_is_its_parent_but_for_what_it_scores():
-    """So the race of webtext/cpu (`make race-webtext`) times the sampled softmax and nothing
-    else."""
+    """So `make race-webtext` times the sampled softmax and nothing else."""
     ours, theirs = (
         find("fineweb-cpu", trace=False),
         find(str(RECORDS / "ideas" / "fineweb_cpu_full.py"), trace=False),

@@ -32,8 +32,7 @@ def losses_on_one_device():
     [pytest.param(*way, marks=pytest.mark.slow) for way in ((2, 1), (4, None), (8, None))],
 )
 def test_any_devices_and_micro_batches_draw_the_same_sample(devices, lanes_at_once):
-    """A sample of their own would move the losses by 0.01 and more: so does another way to draw
-    one."""
+    """Samples of their own would move losses by 0.01 and more, as would another draw."""
     found = run(toy(), mesh_of(devices), lanes_at_once, batches(toy(), 6))[1]
     np.testing.assert_allclose(found, losses_on_one_device(), atol=1e-5)
     if devices == 8:

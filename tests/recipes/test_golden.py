@@ -1,5 +1,4 @@
-"""Small r21, r29 and track3 against stored losses, gradients and updates of the original
-scripts."""
+"""Small r21, r29, track3 against losses, gradients and updates of the original scripts."""
 
 import json
 import pprint

@@ -27,8 +27,7 @@ SIZES = (
     [(True, set(OWN), True), (True, OWN.keys() - {"pointer"}, False), (False, set(OWN), False)],
 )
 def test_the_pointer_is_an_own_kernel_where_a_device_has_it(training, there, used):
-    """In the traced loss, at sizes that own kernels take; their numbers are in
-    tests/kernels."""
+    """In the traced loss, at sizes that own kernels take; numbers are in tests/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
     shape = partial(jax.ShapeDtypeStruct, (1, 32))
     params = {

@@ -144,8 +144,7 @@ def make_series(
     start: datetime = START,
     **changes: Any,
 ) -> Path:
-    """Write a plan with one seed for each of ``seconds`` and its runs, and return the plan's
-    folder."""
+    """Write a plan with a seed for each of ``seconds``, and its runs; return its folder."""
     losses = losses or [round(1.39 + 0.0005 * (n % 3), 4) for n in range(len(seconds))]
     name = changes.get("recipe", "stdlib")
     digest = recipe_hash(source, changes.get("fields", {"RATE": 0.1}))

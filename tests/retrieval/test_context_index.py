@@ -1,5 +1,4 @@
-"""The index of contexts against a NumPy model, on trained and on validation text; what it
-refuses."""
+"""The index of contexts against NumPy, on text of training and validation; refusals."""
 
 import subprocess
 import sys

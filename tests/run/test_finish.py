@@ -1,5 +1,4 @@
-"""The end of a run: run.json first, the loss plot last, and messages on what could not be
-written."""
+"""The end of a run: run.json first, the plot last; what could not be written is said."""
 
 import errno
 import json
@@ -46,8 +45,7 @@ def full_for(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a sink of --log that takes two lines and can then be neither written to nor
-    closed."""
+    """The name of a sink of --log that takes two lines, then neither more nor its end."""
 
     @contextmanager
     def breaks(*_):

@@ -1,5 +1,4 @@
-"""Recipes that cheat fail the probe that is there for them, and only that one; the record says
-so."""
+"""Recipes that cheat fail the probe that is for them, and only that; the record says so."""
 
 import json
 from pathlib import Path

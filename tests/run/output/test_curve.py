@@ -1,5 +1,4 @@
-"""The live curve: the plot itself, and a run's whole output on pseudo-terminals of several
-kinds."""
+"""The live curve: the plot, and a run's whole output on pseudo-terminals of all kinds."""
 
 import pytest
 from rich.console import Console
