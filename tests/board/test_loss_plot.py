@@ -56,9 +56,7 @@ def test_the_same_run_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 @pytest.mark.parametrize("target", [1.4, pytest.param(None, marks=pytest.mark.slow)])
-def test_short_and_diverged_runs_are_drawn(
-    tmp_path: Path, train: list, val: list, target: float | None
-) -> None:
+def test_short_and_diverged_runs_are_drawn(tmp_path, train, val, target):
     loss_svg(tmp_path / "loss.svg", train=train, val=val, target=target, title="run")
     texts = words(tmp_path / "loss.svg")
     assert ("target 1.4" in texts) == (target is not None)

@@ -87,9 +87,7 @@ def test_a_run_with_retrieval_on_a_track_without_says_so(records: Path) -> None:
 @pytest.mark.parametrize(
     ("reached", "begins"), [(True, "reached 1.4 on your "), (False, "a run on your ")]
 )
-def test_the_library_of_another_python_is_no_failure(
-    records: Path, reached: bool, begins: str
-) -> None:
+def test_the_library_of_another_python_is_no_failure(records, reached, begins):
     path = records / "stdlib" / "cpu" / "track.toml"
     other = on(val_sha256="ab" * 32, python="CPython 3.13.5") | {"reached": reached}
     (remark,) = remarks.remarks(other, records)
@@ -139,9 +137,7 @@ def test_a_new_source_under_a_known_name_says_so(records: Path, tmp_path: Path) 
     assert "'shakespeare-char'" in remark
 
 
-def test_a_run_ends_with_its_remarks(
-    records: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_ends_with_its_remarks(records, monkeypatch, tmp_path):
     monkeypatch.setattr(remarks.remarks, "__defaults__", (records,))
     run = on(val_sha256="ab" * 32) | {"loader": dict.fromkeys(LOADER, 0)}
     *_, note, last = closing(run, tmp_path, remarks=remarks.remarks(run))
@@ -159,9 +155,7 @@ def test_the_repositorys_tracks_with_records_pin_their_data() -> None:
     assert all(remarks.other_data(row.run, found.tracks[row.track]) is None for row in found.rows)
 
 
-def test_a_track_says_where_the_second_range_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_track_says_where_the_second_range_begins(tmp_path, monkeypatch):
     recipe = find("stdlib", trace=False).recipe
     text = (remarks.RECORDS / "stdlib/cpu/track.toml").read_text().split("\n# What")[0]
     home = tmp_path / "stdlib" / "cpu"

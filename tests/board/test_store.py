@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,9 +62,7 @@ def test_a_run_counts_once(tmp_path: Path) -> None:
         ({"track": "ideas"}, "field 'track'"),
     ],
 )
-def test_what_is_not_a_result_is_refused(
-    tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
+def test_what_is_not_a_result_is_refused(tmp_path, changes, says):
     run_dir = make_run(tmp_path / "run", **changes)
     with pytest.raises(BadInput, match=says):
         store.add([run_dir], tmp_path / "records")
@@ -186,9 +183,7 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
     assert all(track.rules["significance.p"] <= 0.01 for track in records.tracks.values())
 
 
-def test_a_folder_that_cannot_be_read_is_no_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
     store.add([make_run(tmp_path / "run")], tmp_path / "records")
     refused, listed = tmp_path / "records" / "stdlib", os.scandir
 
@@ -300,9 +295,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert not [path for path in (tmp_path / "records").rglob("*") if path.is_file()]
 
 
-def test_the_current_folder_is_a_run_of_a_plan_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_is_a_run_of_a_plan_too(tmp_path, monkeypatch):
     monkeypatch.chdir(make_series(tmp_path / "series", [60.0]) / "1-stdlib-s1")
     assert store.add([Path()], tmp_path / "records")
 

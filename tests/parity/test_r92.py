@@ -230,7 +230,7 @@ def test_prefixes(pair):
 
 @pytest.mark.parametrize(("stage", "step"), golden.GOLDEN)
 def test_golden_numbers_come_from_the_record(stage, step, pair, texts):
-    """``tests/recipes/test_golden_r92.py`` has what the script gives: one lane of 112 tokens in the
+    """``tests/recipes/golden.json`` has what the script gives: one lane of 112 tokens in the
     first process."""
     fields = golden.FIELDS
     columns = tuple(fields["COLUMNS"][number] for number in (0, 3, 4))

@@ -1,5 +1,10 @@
-"""Inputs and computation for test_golden.py: random parameters and tokens from a NumPy seed."""
+"""Inputs and computation for test_golden.py: random parameters and tokens from a NumPy seed.
 
+golden.json has the numbers of all records, which the tests of parity compute anew.
+"""
+
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +15,7 @@ import optax
 from jspeed.recipe import Context, Recipe, leaves, map_specs
 from jspeed.run.find_recipe import find
 
+NUMBERS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 BLOCK = 8
 COMMON = {"WIDTH": 48, "MLP_WIDTH": 192, "HEADS": 6, "VOCAB": 384, "BOS": 256, "COMPUTE": "float32"}
 PACKED = COMMON | dict(

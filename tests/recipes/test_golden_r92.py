@@ -14,6 +14,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed.run.find_recipe import find
 
+from .golden import NUMBERS
 from .r62_r89_golden import filled
 
 pytestmark = pytest.mark.slow  # two gradients of eleven layers to compile
@@ -30,62 +31,7 @@ FIELDS |= {"LANE_LENS": (LENGTH,) * 7, "MAX_DOC_LENS": (96,) * 7, "MAX_DOCS": (6
 FIELDS |= {"COLUMNS": (192, 192, 192, 224, 256, 512, 512)}
 # Stage and step: the mean loss of next tokens, what is descended on, the norm of each parameter's
 # gradient.
-GOLDEN = {
-    (0, 100): {
-        "mean": 7.716969,
-        "total": 1481.395,
-        "gradients": {
-            "attention_scales": 13.9369,
-            "gates_bias": 8.09512,
-            "gates_down": 11.0992,
-            "gates_scale": 389.573,
-            "gates_up": 4.77585,
-            "head": 126.881,
-            "layer_scales": 86.9773,
-            "mlp": 271.085,
-            "mudd_bias": 1.68383,
-            "mudd_down": 15.7274,
-            "mudd_groups": 15.8804,
-            "mudd_up": 17.4515,
-            "ngrams": 16.2464,
-            "post_scales": 52.6028,
-            "queries_keys": 14.0334,
-            "skip_scale": 1.1378,
-            "smear_gate": 1.4663,
-            "smear_scale": 20.0868,
-            "value_gates": 1.17746,
-            "values": 4.26366,
-            "values_outs": 60.6452,
-        },
-    },
-    (4, 1000): {
-        "mean": 7.705159,
-        "total": 862.9778,
-        "gradients": {
-            "attention_scales": 8.24287,
-            "gates_bias": 4.27666,
-            "gates_down": 7.03236,
-            "gates_scale": 246.938,
-            "gates_up": 3.63153,
-            "head": 100.866,
-            "layer_scales": 50.4322,
-            "mlp": 221.223,
-            "mudd_bias": 0.658669,
-            "mudd_down": 6.69198,
-            "mudd_groups": 11.5531,
-            "mudd_up": 12.7008,
-            "ngrams": 14.0764,
-            "post_scales": 27.088,
-            "queries_keys": 13.7849,
-            "skip_scale": 0.475942,
-            "smear_gate": 1.84299,
-            "smear_scale": 3.66774,
-            "value_gates": 0.670063,
-            "values": 2.85937,
-            "values_outs": 39.6613,
-        },
-    },
-}
+GOLDEN = {case: NUMBERS["r92, stage {}, step {}".format(*case)] for case in ((0, 100), (4, 1000))}
 
 
 def lane(seed: int) -> np.ndarray:

@@ -159,9 +159,7 @@ def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
         ("parameter_table.rows.shape", [-1, 8], "field 'parameter_table.rows.shape[0]'"),
     ],
 )
-def test_both_numbers_of_parameters_follow_from_the_table(
-    place: str, value: object, says: str
-) -> None:
+def test_both_numbers_of_parameters_follow_from_the_table(place, value, says):
     assert message(changed(place, value)).startswith(says)
 
 
@@ -260,9 +258,7 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("programs.loaded", True, "programs.loaded"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(
-    place: str, value: object, names: str
-) -> None:
+def test_numbers_that_contradict_each_other_are_refused(place, value, names):
     assert message(changed(place, value)).startswith(f"field '{names}': expected ")
 
 
@@ -322,9 +318,7 @@ WHOLE = json.dumps(RUN)
         (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
     ],
 )
-def test_a_bad_file_gives_an_error_message_that_names_it(
-    tmp_path: Path, content: bytes, says: str
-) -> None:
+def test_a_bad_file_gives_an_error_message_that_names_it(tmp_path, content, says):
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(BadInput) as caught:
