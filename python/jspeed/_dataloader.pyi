@@ -405,7 +405,7 @@ class RowTable:
         self,
         step: int,
         rows: NDArray[np.integer[Any]],
-        gradients: NDArray[Any],
+        gradients: NDArray[Any] | list[NDArray[Any]],
         *,
         learning_rate: float,
         beta2: float,
@@ -413,7 +413,7 @@ class RowTable:
         weight_decay: float,
     ) -> None:
         """Change ``rows`` (``[n]``, some of them equal) by ``gradients``, bfloat16 or float32 ``[n,
-        width]``.
+        width]``, or a list of such arrays, one after the other, that are ``n`` rows together.
 
         ``step`` is the number of updates so far. The rates are those of this update, as
         ``row_adam``'s schedules return them.

@@ -117,9 +117,9 @@ def test_threads_and_buffers_change_no_bit():
     for threads in (1, 2, 3, 16):
         table = RowTable(ROWS, WIDTH, threads=threads)
         for step, (rows, gradients) in enumerate(lists(np.random.default_rng(1), most=3000)):
-            table.update(
-                step, rows, gradients.astype(np.float32 if threads == 3 else BF16), **RATES
-            )
+            given = gradients.astype(np.float32 if threads == 3 else BF16)
+            parts = np.array_split(given, 3) if threads == 2 else given
+            table.update(step, rows, parts, **RATES)
         results.append(all_of(table).tobytes())
     assert len(set(results)) == 1
     rows = np.array([3, 3, 49, 0], np.int32)
@@ -185,6 +185,10 @@ def test_lists_that_do_not_fit_change_nothing():
     refused(["gradients", "[2, 4]", "[2, 5]"], update([0, 1], np.ones((2, 5), BF16)))
     refused(["gradients", "bfloat16 or float32", "float64"], update([0, 1], np.ones((2, 4))))
     refused(["gradients", "contiguous"], update([0, 1], np.ones((4, 4), BF16)[::2]))
+    one = np.ones((1, 4), BF16)
+    refused(["gradients", "3 rows of 4", "8 numbers"], update([0, 1, 2], [one, one]))
+    refused(["gradients", "of bfloat16", "float32"], update([0, 1], [one, one.astype(np.float32)]))
+    refused(["gradients", "int"], update([0, 1], [one, 1]))
     refused(["rows", "float64"], update([0.0, 1.0]))
     refused(["2 of 3 are in use", "capacity"], update([0, 2]))
     refused(["update 3", "has had 1"], update([0, 1], step=3))

@@ -210,7 +210,7 @@ class TablesOfRun:
             step = table.updates
             its = {name: float(values[step]) for name, values in rates.items()}
             try:
-                table.update(step, rows, np.concatenate(sums), **its)
+                table.update(step, rows, sums, **its)
             except BadInput:
                 if np.isfinite(float(loss)):  # else the loop ends the run as diverged
                     raise

@@ -91,8 +91,7 @@ class HostRow(TypedDict):
     bytes_each_way: Bytes  # over the links of all devices: rows, and their gradients
     gather_ms: Milliseconds
     copied_ms: Milliseconds  # one way, through pinned memory and the link
-    joined_ms: Milliseconds  # gradients since the last update, where one is due
-    update_ms: Milliseconds
+    update_ms: Milliseconds  # by the gradients since the last update, where one is due
     exposed_ms: Milliseconds  # that no computing hides
 
 

@@ -10,6 +10,7 @@ use jspeed_row_table as table;
 use jspeed_row_table::{Moment, Part, Rates};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::array::{Given, numbers, numpy};
 use crate::{bad, check_process, detached, raise};
@@ -88,12 +89,20 @@ impl RowTable {
         self.check_process(py)?;
         let rows = list(rows)?;
         let rates = Rates { learning_rate, beta2, eps, weight_decay };
-        let name =
-            self.check_array(gradients, rows.len(), "gradients", &["bfloat16", "float32"])?;
+        let parts: Vec<Bound<'_, PyAny>> = match gradients.cast::<PyList>() {
+            Ok(parts) => parts.iter().collect(),
+            Err(_) => vec![gradients.clone()],
+        };
+        let mut name = "bfloat16 or float32".to_owned();
+        for part in &parts {
+            let own = if parts.len() == 1 { rows.len() } else { part.len().unwrap_or_default() };
+            let dtypes: Vec<&str> = name.split(" or ").collect();
+            name = self.check_array(part, own, "gradients", &dtypes)?;
+        }
         if name == "float32" {
-            self.change(py, step, &rows, &Memory::<f32>::new(gradients, "gradients", false)?, rates)
+            self.change::<f32>(py, step, &rows, &parts, rates)
         } else {
-            self.change(py, step, &rows, &Memory::<u16>::new(gradients, "gradients", false)?, rates)
+            self.change::<u16>(py, step, &rows, &parts, rates)
         }
     }
 
@@ -235,12 +244,17 @@ impl RowTable {
         py: Python<'_>,
         step: u64,
         rows: &[i64],
-        gradients: &Memory<T>,
+        parts: &[Bound<'_, PyAny>],
         rates: Rates,
     ) -> PyResult<()> {
+        let parts = parts
+            .iter()
+            .map(|part| Memory::<T>::new(part, "gradients", false))
+            .collect::<PyResult<Vec<_>>>()?;
         detached(py, || {
+            let gradients: Vec<&[T]> = parts.iter().map(Memory::all).collect();
             let mut table = self.inner.write().unwrap_or_else(PoisonError::into_inner);
-            table.update(step, rows, gradients.all(), &rates).map_err(bad)
+            table.update(step, rows, &gradients, &rates).map_err(bad)
         })
     }
 

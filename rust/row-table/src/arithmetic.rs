@@ -94,8 +94,8 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 pub struct Piece<'a, G> {
     /// Sorted, of whole slots.
     pub keys: &'a [u64],
-    /// Those of the whole list.
-    pub gradients: &'a [G],
+    /// Those of the whole list, in parts of whole rows.
+    pub gradients: &'a [&'a [G]],
     /// The slot with which weights and moments begin.
     pub first: usize,
     pub weights: &'a mut [u16],
@@ -145,7 +145,14 @@ pub fn change_each<G: Gradient>(
 ) -> Option<usize> {
     let Piece { keys, gradients, first, weights, moments } = piece;
     let width = weights.len() / moments.len().max(1);
-    let gradient = |key: u64| &gradients[place(key) * width..][..width];
+    let gradient = |key: u64| {
+        let (mut part, mut start) = (0, place(key) * width);
+        while start >= gradients[part].len() {
+            start -= gradients[part].len();
+            part += 1;
+        }
+        &gradients[part][start..][..width]
+    };
     let mut sums = vec![0.0; width];
     let mut fetched = 0;
     let mut skipped = None;

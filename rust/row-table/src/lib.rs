@@ -195,8 +195,8 @@ impl RowTable {
         Ok(())
     }
 
-    /// Change `rows`, some of which may be equal, by `gradients`, one row after the other. `step`
-    /// is the number of updates so far.
+    /// Change `rows`, some of which may be equal, by `gradients`, one row after the other, in parts
+    /// of whole rows. `step` is the number of updates so far.
     ///
     /// # Errors
     /// A row is not in the table, sizes differ, a rate is out of its range, `step` is another one,
@@ -206,7 +206,7 @@ impl RowTable {
         &mut self,
         step: u64,
         rows: &[i64],
-        gradients: &[G],
+        gradients: &[&[G]],
         rates: &Rates,
     ) -> Result<(), Error> {
         if step != self.decay.updates() {
@@ -216,7 +216,10 @@ impl RowTable {
                 self.decay.updates()
             )));
         }
-        self.check_size(rows.len(), gradients.len(), "gradients")?;
+        self.check_size(rows.len(), gradients.iter().map(|part| part.len()).sum(), "gradients")?;
+        for part in gradients {
+            self.check_size(part.len() / self.width, part.len(), "a part of the gradients")?;
+        }
         self.check_rows(rows)?;
         let change = Change::new(rates, step)?;
         let mut keys = Vec::new();

@@ -103,7 +103,7 @@ proptest! {
             RowTable::new(ROWS, i64::try_from(width).unwrap(), ROWS, 2).unwrap();
         let mut model = Model::default();
         for (step, (rows, gradients)) in updates.iter().enumerate() {
-            table.update(step as u64, rows, &narrowed(gradients), &RATES).unwrap();
+            table.update(step as u64, rows, &[&narrowed(gradients)], &RATES).unwrap();
             model.update(rows, gradients, width);
             let all: Vec<i64> = (0..ROWS).rev().collect();
             for (row, found) in all.iter().zip(gathered(&table, &all).chunks(width)) {
@@ -126,14 +126,18 @@ proptest! {
     }
 
     #[test]
-    fn threads_and_widened_gradients_change_no_bit(updates in updates(48)) {
+    fn threads_parts_and_widened_gradients_change_no_bit(updates in updates(48)) {
         let tables: Vec<_> = [1, 2, 3, 16].into_iter().map(|threads| {
             let mut table = RowTable::new(ROWS, 48, ROWS, threads).unwrap();
             for (step, (rows, gradients)) in updates.iter().enumerate() {
                 if threads == 2 {
-                    table.update(step as u64, rows, gradients, &RATES).unwrap();
+                    table.update(step as u64, rows, &[gradients], &RATES).unwrap();
+                } else if threads == 3 {
+                    let narrow = narrowed(gradients);
+                    let (first, last) = narrow.split_at(rows.len() / 3 * 48);
+                    table.update(step as u64, rows, &[first, &[], last], &RATES).unwrap();
                 } else {
-                    table.update(step as u64, rows, &narrowed(gradients), &RATES).unwrap();
+                    table.update(step as u64, rows, &[&narrowed(gradients)], &RATES).unwrap();
                 }
             }
             everything(&table)
@@ -157,7 +161,7 @@ proptest! {
         let results = [change_rows, arithmetic::change_each].map(|change_all| {
             let (mut weights, mut moments) = (old.clone(), [Moment { square: 0.3, updates: 1 }; 3]);
             let (weights_of, moments_of) = (&mut weights[..], &mut moments[..]);
-            let (keys, gradients) = (&keys[..], &gradients[..]);
+            let (keys, gradients) = (&keys[..], &[&gradients[..]][..]);
             let piece =
                 Piece { keys, gradients, first: 0, weights: weights_of, moments: moments_of };
             let skipped = change_all(&change, &decay, piece);
@@ -174,13 +178,13 @@ proptest! {
         )
     ) {
         let mut table = RowTable::new(ROWS, 3, ROWS, 2).unwrap();
-        table.update(0, &[2, 39], &[1.0f32; 6], &RATES).unwrap();
+        table.update(0, &[2, 39], &[&[1.0f32; 6]], &RATES).unwrap();
         let before = everything(&table);
         let fits = rows.iter().all(|row| (0..ROWS).contains(row));
         let mut out = vec![7; rows.len() * 3];
         prop_assert_eq!(table.gather(&rows, &mut out).is_ok(), fits);
         prop_assert!(fits || out.iter().all(|&number| number == 7));
-        let updated = table.update(1, &rows, &vec![1.0f32; rows.len() * 3], &RATES);
+        let updated = table.update(1, &rows, &[&vec![1.0f32; rows.len() * 3]], &RATES);
         prop_assert_eq!(updated.is_ok(), fits);
         prop_assert!(fits || everything(&table) == before);
     }
@@ -190,7 +194,7 @@ proptest! {
         let mut whole = RowTable::new(ROWS, 8, ROWS, 1).unwrap();
         let (before, after) = updates.split_at(updates.len() / 2);
         for (step, (rows, gradients)) in before.iter().enumerate() {
-            whole.update(step as u64, rows, gradients, &RATES).unwrap();
+            whole.update(step as u64, rows, &[gradients], &RATES).unwrap();
         }
         let mut copy = RowTable::new(ROWS, 8, ROWS, 2).unwrap();
         copy.resume(whole.betas()).unwrap();
@@ -198,8 +202,8 @@ proptest! {
             copy.append(whole.part(first, piece)).unwrap();
         }
         for (step, (rows, gradients)) in (before.len()..).zip(after) {
-            whole.update(step as u64, rows, gradients, &RATES).unwrap();
-            copy.update(step as u64, rows, gradients, &RATES).unwrap();
+            whole.update(step as u64, rows, &[gradients], &RATES).unwrap();
+            copy.update(step as u64, rows, &[gradients], &RATES).unwrap();
         }
         prop_assert!(everything(&whole) == everything(&copy));
     }
@@ -208,12 +212,12 @@ proptest! {
 #[test]
 fn rows_past_the_capacity_change_nothing() {
     let mut table = RowTable::new(ROWS, 2, 3, 1).unwrap();
-    table.update(0, &[5, 9], &[1.0f32; 4], &RATES).unwrap();
+    table.update(0, &[5, 9], &[&[1.0f32; 4]], &RATES).unwrap();
     let before = everything(&table);
-    let refused = table.update(1, &[1, 1, 2, 5], &[1.0f32; 8], &RATES).unwrap_err();
+    let refused = table.update(1, &[1, 1, 2, 5], &[&[1.0f32; 8]], &RATES).unwrap_err();
     assert!(refused.to_string().contains("2 of 3 are in use"), "{refused}");
     assert!(everything(&table) == before && table.betas().len() == 1);
-    table.update(1, &[2, 2, 5], &[1.0f32; 6], &RATES).unwrap();
+    table.update(1, &[2, 2, 5], &[&[1.0f32; 2], &[1.0f32; 4]], &RATES).unwrap();
     assert_eq!(table.part(0, 9).rows, [5, 9, 2]);
 }
 
@@ -221,7 +225,12 @@ fn rows_past_the_capacity_change_nothing() {
 fn a_gradient_that_is_not_finite_changes_its_row_alone() {
     let mut table = RowTable::new(ROWS, 2, ROWS, 1).unwrap();
     let refused = table
-        .update(0, &[5, 9, 5, 1], &[1.0, 1.0, 1.0, f32::INFINITY, 1.0, 1.0, f32::NAN, 1.0], &RATES)
+        .update(
+            0,
+            &[5, 9, 5, 1],
+            &[&[1.0, 1.0, 1.0, f32::INFINITY, 1.0, 1.0, f32::NAN, 1.0]],
+            &RATES,
+        )
         .unwrap_err();
     assert!(refused.to_string().contains("place 1 of the list, of row 9"), "{refused}");
     let rows = gathered(&table, &[5, 9, 1]);

@@ -76,11 +76,11 @@ def row_bytes(spec: ParamSpec) -> int:
 
 
 def buffer_bytes(recipe: Recipe) -> int:
-    """Return the bytes that a run keeps besides tables: rows for the devices, gradients since the
-    last update, and these once more, one after the other, for the update."""
+    """Return the bytes that a run keeps besides tables: rows for the devices, and gradients since
+    the last update."""
     return max(
         sum(
-            (BUFFERS + 2 * spec.updated_after(stage))
+            (BUFFERS + spec.updated_after(stage))
             * 2 * spec.shape[1] * looked_up(spec, recipe, stage)
             for spec in recipe.on_host.values()
         )
@@ -96,8 +96,8 @@ def exchange(
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. After an update all of that follows the step:
-    gradients come back, are joined with those of the steps since the last update, and change the
-    rows; then the next rows are gathered and go to the devices.
+    gradients come back, and with those of the steps since the last update they change the rows;
+    then the next rows are gathered and go to the devices.
     """
     due = number_due(recipe, stage, phase)
     rows = moved = since = 0
@@ -108,16 +108,14 @@ def exchange(
             since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its
     gather, update = moved / (GATHER * host.cores), since / (UPDATE * host.cores)
     copied = moved / devices * (1 / host.link_bytes_per_second + 1 / COPY)  # one way
-    joined = since / COPY
     exposed = max(0.0, gather + copied - computing)
     if since:
-        exposed = copied + joined + update + gather + copied
+        exposed = copied + update + gather + copied
     return {
         "rows": rows,
         "bytes_each_way": moved,
         "gather_ms": 1e3 * gather,
         "copied_ms": 1e3 * copied,
-        "joined_ms": 1e3 * joined,
         "update_ms": 1e3 * update,
         "exposed_ms": 1e3 * exposed,
     }

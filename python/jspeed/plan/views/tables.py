@@ -139,8 +139,8 @@ def on_host(plan: Plan) -> Table:
     rows = [{"stage": stage["name"], **row} for stage in plan["stages"] if (row := stage["host"])]
     note = (
         "One step. Between updates gather and copy of the next rows run beside computing. After an"
-        " update gradients are copied back and joined, rows updated, the next ones gathered and"
-        " copied: all exposed."
+        " update gradients are copied back, rows updated, the next ones gathered and copied: all"
+        " exposed."
     )
     return listing("table on the host", rows, note)
 
