@@ -1,6 +1,8 @@
 """Generation: KV cache against whole forward passes, sampling against its definition, stop and
 length rules."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,21 @@ def test_cached_tokens_are_those_of_whole_forward_passes(name):
                 text.append(int(step[row]))
         assert len(text) > 4
     assert generator.decode._cache_size() == generator.prefill._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stdlib"])
+def test_a_token_reads_weights_where_they_lie(name):
+    """No operation of the program makes a layer of a bank, which would be a copy of it."""
+    model = toy(name, facts=BYTES | {"bos_id": 5})
+    generator = Generator(model, 1, GREEDY)
+    made = re.compile(r"= (\w+\[[\d,]*\])\S* (?:fusion|copy|slice)\(")
+    one = np.ones(1, np.int32)
+    cache, _ = generator._prefill([[7, 9]])
+    program = generator.decode.lower(generator._params, cache, one, one, np.int32(0)).compile()
+    entry = program.as_text().partition("\nENTRY")[2]
+    shapes = {spec.shape[1:] for _, spec in r.leaves(model.recipe.parameters) if spec.stacks_layers}
+    layers = {f"f32[{','.join(map(str, shape))}]" for shape in shapes if len(shape) > 1}
+    assert layers and not layers & set(made.findall(entry))
 
 
 def test_a_text_longer_than_the_context_keeps_its_later_half():

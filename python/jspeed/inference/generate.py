@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.inference.trained import Model
 from jspeed.model.kv_cache import Cache, advance, empty
 from jspeed.model.layers import key_of
-from jspeed.recipe import Recipe
+from jspeed.recipe import ParamSpec, Recipe
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 
@@ -69,6 +69,33 @@ def context_length(recipe: Recipe) -> int:
     return last.max_doc_len or last.lane_len
 
 
+def _apart(recipe: Recipe, params: Any) -> Any:
+    """Return ``params`` with a list of its layers for each bank.
+
+    A matmul reads an array that begins where its operand does, so XLA copies each layer of a bank,
+    at each token, before it reads it. A layer that is an array of its own is read where it lies.
+    """
+
+    def layers(spec: ParamSpec, bank: jax.Array) -> Any:
+        return list(bank) if spec.stacks_layers else bank
+
+    return jax.tree.map(layers, recipe.parameters, params, is_leaf=_is_spec)
+
+
+def _together(recipe: Recipe, params: Any) -> Any:
+    """Return the parameters of which :func:`_apart` has made lists: in a program, XLA takes a layer
+    of a stack for that layer."""
+
+    def bank(spec: ParamSpec, layers: Any) -> jax.Array:
+        return jnp.stack(layers) if spec.stacks_layers else layers
+
+    return jax.tree.map(bank, recipe.parameters, params, is_leaf=_is_spec)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, ParamSpec)
+
+
 class Generator:
     """Compiled prefill and decode of a model for ``rows`` sequences.
 
@@ -85,12 +112,14 @@ class Generator:
         self.ends = model.facts.get("end_ids", [] if bos_id is None else [bos_id])
         slots = -(-self.limit // PREFILL_CHUNK) * PREFILL_CHUNK
         context = eval_context(recipe, device_of(model.mesh, "xla"))
-        self._params = model.compute_params
+        one_device = model.mesh.size == 1
+        self._params = _apart(recipe, model.compute_params) if one_device else model.compute_params
         self._name = recipe.name
         vocabulary = model.facts["vocab_size"]
 
         def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-            return recipe.forward(params, tokens_BT, context)
+            whole = _together(recipe, params) if one_device else params
+            return recipe.forward(whole, tokens_BT, context)
 
         def prefill(params: Any, cache: Cache, start_B: jax.Array, tokens_BT: jax.Array) -> Cache:
             return advance(lambda tokens: forward(params, tokens), cache, start_B, tokens_BT)[0]
