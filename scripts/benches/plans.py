@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jspeed.base.files import write_whole
 from jspeed.plan import attention, predict
@@ -15,6 +15,10 @@ from jspeed.plan.compile import WINDOW
 from jspeed.plan.cost import Kernel
 from jspeed.plan.schema import TermRow
 from jspeed.plan.target import parse_target
+from jspeed.recipe import Recipe
+
+if TYPE_CHECKING:
+    from jspeed.plan.compile import Step, TargetPlacement
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "benchmarks" / "plan.json"
@@ -47,6 +51,21 @@ PROGRAMS |= {
     ),
     "jspeed3, H200": Program("jspeed3", "h200x1", ONE_OF_EIGHT, 4),
 }
+# Whole runs on one card; where a table does not fit it, it is in the host's memory.
+CARDS = {
+    f"{recipe} on one {card}": Program(recipe, f"{target}x1")
+    for recipe in ("r29", "r92", "jspeed3")
+    for target, card in {
+        "h100": "H100",
+        "h200": "H200",
+        "a100": "A100 80 GB",
+        "a100-40": "A100 40 GB",
+        "l40s": "L40S",
+        "rtx4090": "RTX 4090",
+        "rtx3090": "RTX 3090",
+    }.items()
+}
+PROGRAMS |= CARDS
 
 
 # The last figures by flat rates, of 2026-11-27 (0.85 to 1.25 times was the range).
@@ -73,7 +92,7 @@ STEPS = {
 
 
 def plans(only: str | None = None) -> None:
-    """Plan all programs (an hour of two cores), then write benchmarks/plan.json and plan.md.
+    """Plan all programs (some hours of two cores), then write benchmarks/plan.json and plan.md.
 
     Args:
         only: Names of programs to plan again, with commas; "none" makes the page alone.
@@ -102,14 +121,20 @@ def planned(name: str) -> dict[str, Any]:
 
     from jspeed.parallel import DEFAULT_LAYOUT
     from jspeed.plan import compile as compiling
+    from jspeed.plan.host.choose import choose
     from jspeed.plan.target import pretend
     from jspeed.run.compute.accumulators import first_alike
     from jspeed.run.find_recipe import find
 
     jax.config.update("jax_platforms", "cpu")
     program, cluster = PROGRAMS[name], parse_target(PROGRAMS[name].target)
-    recipe = find(program.recipe, list(program.sets)).recipe
-    placement = compiling.place_on_target(recipe, cluster, DEFAULT_LAYOUT)
+    loaded, placement = choose(
+        find(program.recipe, list(program.sets)),
+        cluster,
+        None,
+        lambda recipe: compiling.place_on_target(recipe, cluster, DEFAULT_LAYOUT),
+    )
+    recipe = loaded.recipe
     if program.stage is None:
         steps = compiling.compile_stages(recipe, placement)
     else:  # a step of each phase
@@ -121,11 +146,48 @@ def planned(name: str) -> dict[str, Any]:
                 for phase in dict.fromkeys(phases)
             }
         steps = [compiling.read_step(stage, made[phase]) for phase in phases]
-    return figures(
+    found = figures(
         name,
         [(program.stage or 1 + number // recipe.period, step.stage.steps, step.stage.lane_len,
           step.kernels, step.stage.max_doc_len) for number, step in enumerate(steps)],
     )  # fmt: skip
+    if name in CARDS:
+        found[name] |= on_card(recipe, placement, steps, found[name]["stages"])
+    return found
+
+
+def on_card(
+    recipe: Recipe,
+    placement: "TargetPlacement",
+    steps: Sequence["Step"],
+    stages: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Memory of a whole run on one card, and what was reduced for it; what waits for a table on the
+    host is added to ``stages``."""
+    from jspeed.plan.host.choose import memory_of
+    from jspeed.plan.host.cost import exchange
+
+    cluster, host = placement.cluster, placement.host
+    for number, step in enumerate(steps):
+        if host is None:
+            break
+        stage, phase = divmod(number, recipe.period)
+        computing = predict.simulate(step.kernels, cluster)[0].expected
+        row = exchange(recipe, step.stage, phase, host, cluster.devices, computing)
+        terms = stages[str(stage + 1)]["terms_s"]
+        waits = terms.get("table on the host", [0.0])[0]
+        waits += step.stage.steps * row["exposed_ms"] / 1e3
+        terms["table on the host"] = [waits, waits]
+    tokens = [recipe.tokens_per_step(step.stage) // step.parts for step in steps]
+    chunks = [step.head_chunk for step in steps if step.head_chunk]
+    reduced = [f"micro-batches of {min(tokens):,} to {max(tokens):,} tokens"]
+    reduced += [f"the loss in chunks of {min(chunks):,}"] if chunks else []
+    reduced += ["layers recomputed"] if any(step.remat for step in steps) else []
+    said = memory_of(recipe, host, 0.0) if host else None
+    if said:
+        reduced.append(f"the table on the host, {said['share']:.0%} of its rows")
+    peak = max(step.memory["peak"] for step in steps)
+    return {"peak_gb": peak / 1e9, "limit_gb": placement.limit / 1e9, "reduced": reduced}
 
 
 def figures(
@@ -203,6 +265,34 @@ VARIANTS: dict[str, dict[str, Callable[[Kernel, int, int | None], Kernel]]] = {
         ", custom FP8 matmuls as fast as cuBLAS's": as_cublas,
     }
 }
+
+
+def cards(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of whole runs on one card."""
+    yield from (
+        "",
+        "Whole runs on one card. [Targets](../python/jspeed/plan/targets/h100.toml) name prices"
+        " and hosts, with dates and sources. *Waits*: share of the seconds in which the card waits"
+        " for a table in the host's memory; all of it is a guess by rates of a core.",
+        "",
+        "| program | seconds | dollars | waits | memory, GB | reduced |",
+        "|---|---|---|---|---|---|",
+    )
+    for name, program in CARDS.items():
+        if name not in figures:
+            continue
+        one, found, cluster = figures[name], seconds(figures, name), parse_target(program.target)
+        low, high = predict.predicted_range(found.seconds, cluster)
+        dollars = found.seconds / 3600 * cluster.target.data_sheet.dollars_per_hour
+        waits = next(
+            (r["share"] for r in made_of(figures, name) if r["term"] == "table on the host"), 0.0
+        )
+        fits = "" if one["peak_gb"] <= one["limit_gb"] else ", **does not fit**"
+        yield (
+            f"| {name} | {found.seconds:,.0f} ({low:,.0f} to {high:,.0f}) | {dollars:.2f} |"
+            f" {waits:.1%} | {one['peak_gb']:.1f} of {one['limit_gb']:.1f}{fits} |"
+            f" {'; '.join(one['reduced'])} |"
+        )
 
 
 class Seconds(NamedTuple):
@@ -339,6 +429,7 @@ def page(figures: Mapping[str, Any]) -> Iterator[str]:
             total = seconds(figures, name).ms * share * seconds(figures, "r92").steps / 1e3
             low, high = predict.predicted_range(total, h100)
             yield f"| `{name}` | {share:.3g}: {why} | {total:.1f} ({low:.1f} to {high:.1f}) |"
+    yield from cards(figures)
     yield from ("", "| other | seconds | ms a step |", "|---|---|---|")
     for name in PROGRAMS:
         if name in figures and (", one" in name or ", eight" in name):

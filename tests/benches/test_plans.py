@@ -7,6 +7,7 @@ import json
 import pytest
 
 from jspeed.plan import predict
+from jspeed.plan.target import parse_target
 
 
 @pytest.fixture
@@ -56,3 +57,16 @@ def test_fp8_as_fast_as_xla_prints_is_caught(plans, figures):
 
 def test_the_page_says_what_the_figures_say(plans, figures):
     assert plans.PAGE.read_text() == "\n".join(plans.page(figures)) + "\n"
+
+
+def test_a_run_on_one_card_by_hand(plans):
+    """3,600 seconds, a quarter of which waits for the host, at the price of an hour; and a card
+    that is too small."""
+    terms = {"attention": [2700.0, 0.0], "table on the host": [900.0, 900.0]}
+    one = {"stages": {"1": {"steps": 9, "flat_s": 0.0, "terms_s": terms}}, "limit_gb": 60.5}
+    name, price = "r92 on one H100", parse_target("h100x1").target.data_sheet.dollars_per_hour
+    for peak, said in ((29.7, "29.7 of 60.5 |"), (61.0, "61.0 of 60.5, **does not fit** |")):
+        made = plans.cards({name: one | {"peak_gb": peak, "reduced": ["a", "b"]}})
+        *_, row = made
+        assert row.startswith(f"| {name} | 3,600 (") and row.endswith(f"{said} a; b |")
+        assert f" | {price:.2f} | 25.0% | " in row
