@@ -6,6 +6,7 @@ loader in Rust, with ``{}`` where it is filled in.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,7 @@ def messages_of_rust(text: str, path: str) -> Iterator[Message]:
         yield Message(re.sub(r"\{[^}]*\}", "{}", said), path, False)
 
 
+@functools.cache
 def all_messages() -> list[Message]:
     trees = {path: ast.parse(path.read_text()) for path in SOURCES if path.suffix == ".py"}
     classes = [
@@ -88,9 +90,6 @@ def all_messages() -> list[Message]:
         found += messages_of_rust(path.read_text(), str(path.relative_to(ROOT)))
     # with fewer words of its own a message passes on another's
     return [message for message in found if message.own_words >= 3]
-
-
-MESSAGES = all_messages()
 
 
 def has_remedy(message: Message) -> bool:
@@ -112,19 +111,24 @@ def is_in(piece: str, text: str) -> bool:
 
 
 def test_every_message_says_what_to_do():
-    assert len(MESSAGES) > 350 and sum(each.where.endswith(".rs") for each in MESSAGES) > 25
-    assert [message for message in MESSAGES if not has_remedy(message)] == []
+    assert (
+        len(all_messages()) > 350
+        and sum(each.where.endswith(".rs") for each in all_messages()) > 25
+    )
+    assert [message for message in all_messages() if not has_remedy(message)] == []
 
 
 def test_no_sentence_of_a_message_has_more_than_25_words():
-    counted = [(message, each) for message in MESSAGES for each in sentences(message.text)]
+    counted = [(message, each) for message in all_messages() for each in sentences(message.text)]
     assert [(message, each) for message, each in counted if len(each.split()) > 25] == []
 
 
 def test_a_search_for_any_message_finds_a_row():
     pieces = [piece for row, _ in rows() for piece in row]
     lost = [
-        message for message in MESSAGES if not any(is_in(piece, message.text) for piece in pieces)
+        message
+        for message in all_messages()
+        if not any(is_in(piece, message.text) for piece in pieces)
     ]
     assert lost == [], "docs/debug.md has no row for these"
 
@@ -132,7 +136,7 @@ def test_a_search_for_any_message_finds_a_row():
 def test_every_row_is_of_a_message():
     """Word for word; Makefile and notes print some of them."""
     printed = "\n".join(PIECES.sub("", path.read_text()) for path in SOURCES)
-    printed += "\n".join(message.text for message in MESSAGES)
+    printed += "\n".join(message.text for message in all_messages())
     for pieces, remedy in rows():
         assert len(remedy) > 20, remedy
         assert [piece for piece in pieces if not is_in(piece, printed)] == []

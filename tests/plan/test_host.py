@@ -16,7 +16,7 @@ from jspeed.run.compute.host_tables import tables_on_host
 from jspeed.run.find_recipe import find
 
 ONE = parse_target("h100x1")
-R92 = find("r92", [])
+R92 = find("r92", trace=False)
 
 
 def placed(recipe: Recipe, memory: int = ONE.usable_bytes) -> TargetPlacement:
