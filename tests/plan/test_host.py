@@ -1,19 +1,29 @@
 """Tables in the host's memory in a plan: seconds by hand, ``--host``, and where they do not fit."""
 
+import io
+from dataclasses import replace
+
 import jax
 import pytest
+from rich.console import Console
 
 from jspeed.errors import BadInput
+from jspeed.fields import check_json
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan.compile import TargetPlacement
 from jspeed.plan.host import cost
 from jspeed.plan.host.choose import choose, memory_of
+from jspeed.plan.make import make_plan
+from jspeed.plan.schema import Plan
 from jspeed.plan.target import parse_target
+from jspeed.plan.views import terminal
 from jspeed.recipe import Recipe
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.division import place
 from jspeed.run.compute.host_tables import tables_on_host
 from jspeed.run.find_recipe import find
+
+from ..toys import TOYS
 
 ONE = parse_target("h100x1")
 R92 = find("r92", trace=False)
@@ -119,3 +129,23 @@ def test_a_host_that_is_too_small_is_said_with_the_rows_that_fit():
     fewer = find("r92", ["NGRAMS=21150720"])
     with pytest.raises(BadInput, match="fit h100x1"):  # then the device holds it
         choose(fewer, ONE, "memory=64", placed)
+
+
+def test_a_whole_plan_with_a_table_on_the_host():
+    """The seconds that nothing hides are in the stages, the terms and the sum of the run."""
+    loaded = find("r92", TOYS["r92"])
+    moved = replace(loaded, recipe=tables_on_host(loaded.recipe))
+    host = cost.Host(cores=2, memory_bytes=64e9, link_bytes_per_second=25e9)
+    made = make_plan(moved, replace(placed(moved.recipe), host=host))
+    check_json(made, Plan)
+    exposed = sum(stage["steps"] * stage["host"]["exposed_ms"] / 1e3 for stage in made["stages"])
+    [term] = [row for row in made["terms"] if row["term"] == "table on the host"]
+    assert term["seconds"] == pytest.approx(exposed) and term["guessed"] == term["share"] > 0
+    assert made["host"]["exposed"] == pytest.approx(exposed / made["expected_seconds"])
+    assert sum(row["seconds"] for row in made["terms"]) == pytest.approx(made["expected_seconds"])
+    for stage in made["stages"]:
+        of_device = stage["roofline_ms"] + stage["time_ms"]["empty_blocks"]
+        assert stage["expected_ms"] == pytest.approx(of_device + stage["host"]["exposed_ms"])
+    out = io.StringIO()
+    terminal.print_plan(made, Console(file=out, width=200), whole=True)
+    assert "on the host: tables of" in out.getvalue() and "table on the host" in out.getvalue()
