@@ -23,7 +23,14 @@ from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_laz
 from jspeed.record.provenance import Sums, sums_of
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Device, Placement
-from jspeed.run.compute.division import Attempt, attempts, divisions, lanes_of_device, without_room
+from jspeed.run.compute.division import (
+    Attempt,
+    attempts,
+    divisions,
+    evaluated_at_once,
+    lanes_of_device,
+    without_room,
+)
 from jspeed.run.compute.host_tables import HostTables, Rows, given_shapes
 from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.score import Measure, losses
@@ -40,10 +47,6 @@ from jspeed.run.compute.step import (
     without_jit,
 )
 
-# Numbers of a layer's activations that a CPU evaluates at once, or more: with fewer, an operation
-# takes longer to begin than to compute. shakespeare-char, 64 wide, 111,488 tokens: 753 ms of
-# processor time by 512 tokens, 591 by 2,048, with the same bits; stdlib, 192 wide, took the same.
-CPU_EVALUATION = 2**17
 WARM_UPS = 2  # of each executable
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
@@ -165,9 +168,7 @@ def compile_program(
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, placement)
-    at_once = micro_tokens
-    if placement.device.platform == "cpu" and not placement.device.memory:
-        at_once = max(at_once, CPU_EVALUATION // recipe.attention_width)
+    at_once = evaluated_at_once(recipe, placement, micro_tokens, rows)
     padded, evaluation = compile_evaluation(
         recipe, placement, at_once, rows, idle, inside=inside["evaluation"], build=build
     )
