@@ -131,6 +131,7 @@ def test_a_host_that_is_too_small_is_said_with_the_rows_that_fit():
         choose(fewer, ONE, "memory=64", placed)
 
 
+@pytest.mark.slow
 def test_a_whole_plan_with_a_table_on_the_host():
     """The seconds that nothing hides are in the stages, the terms and the sum of the run."""
     loaded = find("r92", TOYS["r92"])

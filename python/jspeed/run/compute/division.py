@@ -103,8 +103,9 @@ def micro_batches(
 
 def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, rows: int) -> int:
     """Return how many tokens a device evaluates at once of ``rows`` rows: ``micro_tokens``, and on
-    a CPU more where they are narrow, in equal parts."""
-    if placement.device.platform != "cpu" or placement.device.memory:
+    a CPU more where they are narrow, in equal parts. Not with tables on the host, whose rows are
+    fetched for so many."""
+    if placement.device.platform != "cpu" or placement.device.memory or recipe.on_host:
         return micro_tokens
     own = -(-rows // row_shards(placement.mesh))
     most = max(1, CPU_EVALUATION // recipe.attention_width // recipe.eval_len)
