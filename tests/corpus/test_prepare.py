@@ -240,10 +240,10 @@ def test_folders_files_and_endings(tmp_path):
 @pytest.mark.parametrize(
     "locale",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.slow),
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
-    ids=["", "C"],
+    ids=["UTF-8", "C"],
 )
 def test_names_that_are_not_utf8(tmp_path, locale):
     """There was a traceback, and the manifest could not hold them."""
