@@ -164,7 +164,7 @@ def on_card(
 ) -> dict[str, Any]:
     """Memory of a whole run on one card, and what was reduced for it; what waits for a table on the
     host is added to ``stages``."""
-    from jspeed.plan.host.choose import memory_of
+    from jspeed.plan.host.choose import share_of
     from jspeed.plan.host.cost import exchange
 
     cluster, host = placement.cluster, placement.host
@@ -183,9 +183,8 @@ def on_card(
     reduced = [f"micro-batches of {min(tokens):,} to {max(tokens):,} tokens"]
     reduced += [f"the loss in chunks of {min(chunks):,}"] if chunks else []
     reduced += ["layers recomputed"] if any(step.remat for step in steps) else []
-    said = memory_of(recipe, host, 0.0) if host else None
-    if said:
-        reduced.append(f"the table on the host, {said['share']:.0%} of its rows")
+    if host:
+        reduced.append(f"the table on the host, {share_of(recipe, host):.0%} of its rows")
     peak = max(step.memory["peak"] for step in steps)
     return {"peak_gb": peak / 1e9, "limit_gb": placement.limit / 1e9, "reduced": reduced}
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jspeed.base.files import sha256_of
 from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
-from jspeed.corpus.command import names, shakespeare_char
+from jspeed.corpus.command import names, shakespeare, shakespeare_char
 from jspeed.corpus.tokenise import Tokenising, prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
@@ -227,9 +228,20 @@ def test_a_named_text_has_one_line_of_advice(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_text("To be or not to be.\n" * 99)
     shakespeare_char(tmp_path / "play.txt")
+
+    def no_network(*_, **__):
+        raise BadInput("not fetched")
+
+    monkeypatch.setattr(download, "fetch", no_network)
     said = capsys.readouterr().out
     assert said.count("jspeed run") == 1
     assert said.endswith("train on it: jspeed run shakespeare-char\n")
+    with pytest.raises(BadInput, match="not fetched"):  # it is somebody's, not Shakespeare's
+        shakespeare_char()
+    genuine = named_data_sets.SHAKESPEARE._replace(sha256=sha256_of(tmp_path / "play.txt"))
+    monkeypatch.setattr(named_data_sets, "SHAKESPEARE", genuine)
+    with pytest.raises(BadInput, match="not fetched"):  # other tokens of the same text
+        shakespeare(out=tmp_path / "cache" / "data" / "shakespeare-char")
     shakespeare_char()  # downloads nothing
     again = capsys.readouterr().out
     assert "is already there" in again and again.endswith("jspeed run shakespeare-char\n")

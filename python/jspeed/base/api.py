@@ -123,6 +123,7 @@ NAMES = {
         "Stage",
         "init_parameters",
         "leaves",
+        "map_specs",
         "without_lazy",
     ),
     "jspeed.recipes": (
@@ -192,7 +193,9 @@ NAMES = {
     ),
     "jspeed.run.compute.gradients": ("weigh",),
     "jspeed.run.compute.host_tables": (
+        "BUFFERS",
         "HostTables",
+        "SHARES",
         "problem",
         "tables_on_host",
     ),

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, of those that the machine has."""
+"""How many CPU cores this process may use, of those that the machine has; its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -20,15 +20,21 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Yield the whole cores of each quota of cgroup v2, this process's own and those above it."""
+    """Yield the whole cores of each quota of cgroup v2."""
+    for folder in control_groups(root):
+        # the root has no file; without a quota it says "max"
+        with suppress(OSError, ValueError):
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            yield quota // period
+
+
+def control_groups(root: Path, kind: str = "") -> Iterator[Path]:
+    """Yield the folders of this process's control group and of those above it: of version 2, or of
+    a ``kind`` of version 1 (``memory``)."""
     with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        groups = root / "sys/fs/cgroup"
-        for own in (
-            groups / line.removeprefix("0::/") for line in lines if line.startswith("0::/")
-        ):
-            for folder in (own, *own.parents[: len(own.parts) - len(groups.parts)]):
-                # the root has no file; without a quota it says "max"
-                with suppress(OSError, ValueError):
-                    quota, period = map(int, (folder / "cpu.max").read_text().split())
-                    yield quota // period
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kind in kinds.split(","):
+                groups = root / "sys/fs/cgroup" / kind
+                own = groups / path.lstrip("/")
+                yield from (own, *own.parents[: len(own.parts) - len(groups.parts)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.base.accelerators import text_of
+from jspeed.base.cores import control_groups
 from jspeed.base.numbers import size
 
 DEVICES = ("0x03", "0x12")  # PCI classes: displays, and accelerators of other kinds
@@ -27,16 +28,10 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def limits(root: Path) -> Iterator[int]:
-    """Yield the limit on memory of each control group, version 2 or 1, of this process, its own and
-    those above it."""
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        groups = root / "sys/fs/cgroup" / ("memory" if kinds else "")
-        own = groups / path.lstrip("/")
-        for group in (own, *own.parents[: len(own.parts) - len(groups.parts)]):
-            limit = text_of(group / ("memory.limit_in_bytes" if kinds else "memory.max"))
+    """Yield the limit on memory of each control group of this process, version 2 or 1."""
+    for kind, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        for group in control_groups(root, kind):
+            limit = text_of(group / name)
             # without a limit version 2 says "max", and version 1 almost 2**63
             if limit.isdecimal() and int(limit) < 2**62:
                 yield int(limit)

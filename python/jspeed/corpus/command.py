@@ -3,11 +3,11 @@ ready-made."""
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -30,7 +30,7 @@ from jspeed.corpus.shards.ready_tokens import convert_tokens
 from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
 from jspeed.corpus.tokenizers import named_facts
 from jspeed.data.manifest import Manifest, complete_manifest
-from jspeed.data.tokens import GPT2
+from jspeed.data.tokens import GPT2, SYMBOLS
 from jspeed.errors import BadInput, say
 from jspeed.fields import File, Folder, Wants, Whole
 
@@ -49,13 +49,25 @@ def _default(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
+class Usual(NamedTuple):
+    """What is in a manifest of data that are not of a user's own file."""
+
+    tokenizer: str
+    source: Mapping[str, object]  # some of its facts
+
+    def describes(self, manifest: Manifest) -> bool:
+        source = manifest["source"].items()
+        return self.tokenizer == manifest["tokenizer"] and self.source.items() <= source
+
+
 def _prepare_named(
-    name: str, out: Path | None, work: Callable[..., object], usual: bool = False
+    name: str, out: Path | None, work: Callable[..., object], usual: Usual | None = None
 ) -> None:
     """As :func:`_prepare` in ``out``, or where a run finds the data called ``name``; with how to
-    train its recipe. The ``usual`` data are not fetched where they already are."""
+    train its recipe. Nothing is fetched where the ``usual`` data already are."""
     folder = out or _default(name)
-    if usual and (there := complete_manifest(folder)):
+    there = usual and complete_manifest(folder)
+    if usual and there and usual.describes(there):
         _report(folder, there, None)
     else:
         _prepare(folder, work)
@@ -216,8 +228,8 @@ def names(
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     work = partial(named_data_sets.prepare_names, given=input, row=row)
-    usual = input is None and row == named_data_sets.NAMES_ROW
-    _prepare_named("names", out, work, usual)
+    usual = Usual(SYMBOLS, {"sha256": named_data_sets.NAMES.sha256, "row": row})
+    _prepare_named("names", out, work, None if input else usual)
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
@@ -229,7 +241,8 @@ def shakespeare_char(input: File | None = None, out: Folder | None = None) -> No
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     work = partial(named_data_sets.prepare_shakespeare, characters=True, given=input)
-    _prepare_named("shakespeare-char", out, work, usual=input is None)
+    usual = Usual(SYMBOLS, {"sha256": named_data_sets.SHAKESPEARE.sha256})
+    _prepare_named("shakespeare-char", out, work, None if input else usual)
 
 
 def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
@@ -240,7 +253,8 @@ def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
         out: Folder to make; default: one in the cache.
     """
     work = partial(named_data_sets.prepare_shakespeare, characters=False, given=input)
-    _prepare_named("shakespeare", out, work, usual=input is None)
+    usual = Usual(GPT2["tokenizer"], {"sha256": named_data_sets.SHAKESPEARE.sha256})
+    _prepare_named("shakespeare", out, work, None if input else usual)
 
 
 def tinystories(

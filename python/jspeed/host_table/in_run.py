@@ -28,13 +28,10 @@ from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import ParamSpec, Recipe
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
+from jspeed.run.compute.host_tables import BUFFERS, SHARES
 from jspeed.run.compute.program import Program, eval_parts
 
 Found = dict[str, NDArray[np.int32]]  # rows that tokens name in each table, [B, ids]
-
-BUFFERS = 3  # of rows, in turn: at most two steps are in flight, and the third is gathered
-# of its rows that a table has room for, the first that fits
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 class TablesOfRun:

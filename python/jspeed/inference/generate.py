@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.inference.trained import Model
 from jspeed.model.kv_cache import Cache, advance, empty
 from jspeed.model.layers import key_of
-from jspeed.recipe import ParamSpec, Recipe
+from jspeed.recipe import ParamSpec, Recipe, map_specs
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 
@@ -79,7 +79,7 @@ def _apart(recipe: Recipe, params: Any) -> Any:
     def layers(spec: ParamSpec, bank: jax.Array) -> Any:
         return list(bank) if spec.stacks_layers else bank
 
-    return jax.tree.map(layers, recipe.parameters, params, is_leaf=_is_spec)
+    return map_specs(layers, recipe.parameters, params)
 
 
 def _together(recipe: Recipe, params: Any) -> Any:
@@ -89,11 +89,7 @@ def _together(recipe: Recipe, params: Any) -> Any:
     def bank(spec: ParamSpec, layers: Any) -> jax.Array:
         return jnp.stack(layers) if spec.stacks_layers else layers
 
-    return jax.tree.map(bank, recipe.parameters, params, is_leaf=_is_spec)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, ParamSpec)
+    return map_specs(bank, recipe.parameters, params)
 
 
 class Generator:

@@ -6,16 +6,13 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.plan.compile import TargetPlacement
-from jspeed.plan.host.cost import Host, buffer_bytes, host_of, row_bytes
+from jspeed.plan.host.cost import Host, buffer_bytes, host_of, row_bytes, table_bytes
 from jspeed.plan.schema import HostMemory
 from jspeed.plan.target import Cluster
 from jspeed.recipe import Recipe
-from jspeed.run.compute.host_tables import problem, tables_on_host
+from jspeed.run.compute.host_tables import SHARES, problem, tables_on_host
 from jspeed.run.compute.program import check_state_fits
 from jspeed.run.find_recipe import LoadedRecipe
-
-# of its rows that a table has room for, the first that fits, as of jspeed.host_table
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 def choose(
@@ -47,9 +44,10 @@ def choose(
     return loaded, placement
 
 
-def share_of(recipe: Recipe, host: Host, sizes: Mapping[str, int]) -> float | None:
-    """Return the share of the rows of each table, as many as ``sizes``, for which the host has
-    memory; None for less than half."""
+def share_of(recipe: Recipe, host: Host, changed: Mapping[str, int] | None = None) -> float | None:
+    """Return the share of the rows of each table, as many as it has or as ``changed`` says, for
+    which the host has memory; None for less than half."""
+    sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()} | dict(changed or {})
     left = host.memory_bytes - buffer_bytes(recipe)
     whole = sum(size * row_bytes(recipe.on_host[path]) for path, size in sizes.items())
     return next((share for share in SHARES if share * whole <= left), None)
@@ -59,35 +57,34 @@ def check_fits(recipe: Recipe, host: Host, fields: Mapping[str, Any], error: str
     """Raise :class:`BadInput`, after the ``error`` of the devices, where the host has no room for
     half of the rows; with a number of rows that fits whole, where one of the ``fields`` gives
     it."""
-    sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()}
-    if share_of(recipe, host, sizes):
+    if share_of(recipe, host):
         return
-    largest = max(sizes, key=lambda path: sizes[path] * row_bytes(recipe.on_host[path]))
-    rows, less = sizes[largest], "use a host with more (--host memory=GB)"
+    tables = recipe.on_host
+    largest = max(tables, key=lambda path: table_bytes(tables[path]))
+    rows, less = tables[largest].shape[0], "use a host with more (--host memory=GB)"
     field = next((name for name, value in fields.items() if value == rows), None)
     while field and rows % 2 == 0 and rows > 2:
         rows //= 2
-        if share_of(recipe, host, sizes | {largest: rows}) == 1:
+        if share_of(recipe, host, {largest: rows}) == 1:
             less += f", or --set {field}={rows}, which is another model"
             break
-    whole = sizes[largest] * row_bytes(recipe.on_host[largest])
+    half = table_bytes(tables[largest]) / 2
     raise BadInput(
         f"{error}; nor do its tables fit the host: half of the rows of {largest} take"
-        f" {whole / 2e9:.1f} GB beside {buffer_bytes(recipe) / 1e9:.1f} GB of buffers, and it has"
+        f" {half / 1e9:.1f} GB beside {buffer_bytes(recipe) / 1e9:.1f} GB of buffers, and it has"
         f" {host.memory_bytes / 1e9:.1f} GB; {less}"
     )
 
 
 def memory_of(recipe: Recipe, host: Host, exposed: float) -> HostMemory:
     """Return what a plan says of the host; ``exposed``: the share of its seconds."""
-    sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()}
-    share = share_of(recipe, host, sizes)
+    share = share_of(recipe, host)
     assert share
     return {
         "cores": host.cores,
         "memory_bytes": host.memory_bytes,
         "link_bytes_per_second": host.link_bytes_per_second,
-        "table_bytes": sum(sizes[path] * row_bytes(spec) for path, spec in recipe.on_host.items()),
+        "table_bytes": sum(map(table_bytes, recipe.on_host.values())),
         "share": share,
         "buffer_bytes": buffer_bytes(recipe),
         "exposed": exposed,

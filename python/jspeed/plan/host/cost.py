@@ -10,6 +10,7 @@ from jspeed.plan.schema import HostRow
 from jspeed.plan.target import Cluster
 from jspeed.recipe import ParamSpec, Recipe, Stage
 from jspeed.run.compute.accumulators import number_due
+from jspeed.run.compute.host_tables import BUFFERS
 
 NOTE = "lab/2026-11-28-table-in-the-hosts-memory.md"
 # Bytes of rows a second and core, of rows of 768 bf16 numbers that lie anywhere.
@@ -19,7 +20,6 @@ UPDATE = Constant(0.94e6 * 1536, f"{NOTE}; scaling over cores was not measured")
 COPY = Constant(
     4.0e6 * 1536, f"{NOTE}; that XLA's GPU client stages copies is read in its source, not measured"
 )
-BUFFERS = 3  # of rows for the devices, as of jspeed.host_table
 NUMBERS = 16  # bytes of a row in use besides weights: square, update, number, slot
 FORM = "cores=16,memory=128,link=50"
 
@@ -73,6 +73,11 @@ def looked_up(spec: ParamSpec, recipe: Recipe, stage: Stage) -> int:
 def row_bytes(spec: ParamSpec) -> int:
     """Return the bytes of a row in use, whose weights are bf16."""
     return 2 * spec.shape[1] + NUMBERS
+
+
+def table_bytes(spec: ParamSpec) -> int:
+    """Return the bytes of a table all of whose rows are in use."""
+    return spec.shape[0] * row_bytes(spec)
 
 
 def buffer_bytes(recipe: Recipe) -> int:

@@ -21,6 +21,9 @@ from jspeed.recipe import Recipe, map_specs
 from jspeed.run.compute.accumulators import by_path, from_paths
 from jspeed.run.compute.device import Placement
 
+BUFFERS = 3  # of rows, in turn: at most two steps are in flight, and the third is gathered
+# of its rows that a table has room for, the first that fits
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 Rows = dict[str, Any]
 """Rows of the tables on the host that tokens ``[B, T]`` name, ``[B, lookups x T, D]``, by path; or
 their gradients."""
