@@ -28,6 +28,7 @@ SATELLITES: dict[str, set[str]] = {
     "board": set(),
     "cluster": set(),
     "corpus": set(),
+    "doctor": set(),
     "host_table": set(),
     "inference": {"corpus"},
     "kernels": set(),
@@ -189,7 +190,10 @@ def test_api_that_moves_has_one_place(api: str):
 
 @pytest.mark.parametrize(
     "module",
-    "jspeed jspeed.data jspeed.corpus.tokenise jspeed.cluster.launch jspeed.board.judge".split(),
+    (
+        "jspeed jspeed.data jspeed.corpus.tokenise jspeed.cluster.launch jspeed.board.judge"
+        " jspeed.doctor.command"
+    ).split(),
 )
 def test_loads_without_jax(module: str):
     code = f"import {module}, sys; sys.exit('jax' in sys.modules)"

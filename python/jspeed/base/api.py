@@ -21,6 +21,7 @@ NAMES = {
         "ContextIndex",
         "HEADER_BYTES",
         "RowTable",
+        "available_memory",
         "header",
     ),
     "jspeed.cli": ("repository",),
@@ -143,7 +144,10 @@ NAMES = {
     ),
     "jspeed.record.consistent": ("PROBES",),
     "jspeed.record": ("provenance",),
-    "jspeed.record.provenance": ("installed",),
+    "jspeed.record.provenance": (
+        "installed",
+        "installed_version",
+    ),
     "jspeed.record.run_json": (
         "content_hash",
         "finite_or_null",
@@ -182,6 +186,7 @@ NAMES = {
         "Placement",
         "USABLE",
         "device_of",
+        "platform_problem",
     ),
     "jspeed.run.compute.division": (
         "Attempt",

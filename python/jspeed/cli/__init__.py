@@ -1,4 +1,4 @@
-"""The command ``jspeed``: one module for each of its commands; ``scripts/*.py`` call the same."""
+"""The command ``jspeed``: its flags, ``run`` and ``bench``; ``scripts/*.py`` call the same."""
 
 import sys
 from pathlib import Path

@@ -41,7 +41,7 @@ COMMANDS = {  # name: module, whose COMMAND it is, and what it does
     "evaluate": ("jspeed.inference.commands.evaluate", "Measure a trained model on unseen text"),
     "export": ("jspeed.inference.commands.export", "Export a trained model as safetensors"),
     "doctor": (
-        "jspeed.cli.doctor",
+        "jspeed.doctor.command",
         "Report this machine's devices, kernels, caches, data and extras",
     ),
 }

@@ -19,10 +19,11 @@ from jspeed.base.cores import cores
 from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.base.numbers import size
 from jspeed.base.standard_streams import without_logs
-from jspeed.cli import host, repository
+from jspeed.cli import repository
 from jspeed.cli.flags import Command
 from jspeed.cli.satellites import rank_of
 from jspeed.data.manifest import complete_manifest
+from jspeed.doctor import host
 from jspeed.errors import BadInput
 
 if TYPE_CHECKING:

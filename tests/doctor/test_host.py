@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspeed.cli import host
+from jspeed.doctor import host
 
 
 def write(root, files):

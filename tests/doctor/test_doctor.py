@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from jspeed.base.accelerators import Accelerators
-from jspeed.cli import doctor
 from jspeed.corpus import tokenise
+from jspeed.doctor import command as doctor
 from jspeed.run.compute.device import Device
 from jspeed.run.options import Options
 from jspeed.run.train import train

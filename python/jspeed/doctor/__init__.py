@@ -1,0 +1,1 @@
+"""``jspeed doctor``: what a machine offers to a run."""
