@@ -4,10 +4,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from jspeed.board import judge
-from jspeed.board.records import preregistration, store
+from jspeed.board.records import preregistration, store, verify
 from jspeed.board.records.preregistration import make_preregistration
 
-from ..record.synthetic_runs import START, as_run, make_run, source_of
+from ..record.synthetic_runs import NOW, START, as_run, make_run, source_of
 
 RULES = """
 title = "A track in a test"
@@ -31,6 +31,8 @@ source = "none"
 {significance}
 """
 PARENT = {"recipe": "stdlib", "source": source_of(), "fields": {"RATE": 0.1}, "parent": None}
+# A race of two rounds: the seconds of either side.
+ROUNDS = [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0]
 CHILD = dict(
     recipe="child", parent="stdlib", source=source_of(0.3, "Another rate."), fields={"RATE": 0.3}
 )
@@ -48,6 +50,16 @@ def rules(
 def entries(records: Path) -> dict[str, dict]:
     (track,) = judge.board(store.load(records))
     return {entry["recipe"]: entry for entry in track["entries"]} | {"track": track}
+
+
+def listed(records: Path) -> list[dict]:
+    """The entries of the only track, those of equal recipes too."""
+    return judge.board(store.load(records))[0]["entries"]
+
+
+def problems(records: Path, now=NOW) -> list[str]:
+    """What ``leaderboard verify`` says."""
+    return [problem.text for problem in verify.verify(store.read(records), now)]
 
 
 def make_race(folder: Path, parent, child, a_seconds, b_seconds, **changes) -> Path:

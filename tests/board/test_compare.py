@@ -9,23 +9,25 @@ from jspeed.board import compare, judge
 from jspeed.board.records import store
 from jspeed.errors import BadInput
 
-from ..record.synthetic_runs import as_run, make_run, make_series, source_of
-from .races import CHILD, PARENT, make_race
+from ..record.synthetic_runs import as_run, make_run, source_of
+from .races import CHILD, PARENT, ROUNDS, make_race
 
 
-def said(records: Path, a: str, b: str) -> str:
+def said(records: Path, a: str = "child", b: str = "stdlib") -> str:
     found = store.load(records)
     tracks = judge.board(found)
     sides = [compare.find_side(text, tracks, found.sources) for text in (a, b)]
     return "\n".join(compare.speed(*sides, judge.board_and_rounds(found)[1]))
 
 
-def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
-    race = make_race(
-        tmp_path / "r", PARENT, CHILD, [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0]
-    )
-    store.add([race], tmp_path / "records")
-    text = said(tmp_path / "records", "child", "stdlib")
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    return tmp_path / "records"
+
+
+def test_what_was_raced_is_answered_with_its_interval(records: Path, tmp_path: Path) -> None:
+    store.add([make_race(tmp_path / "r", PARENT, CHILD, *ROUNDS)], records)
+    text = said(records)
     assert text.startswith(
         "child is faster than stdlib by 16.1%, and the 95 % interval is all on that side."
     )
@@ -33,15 +35,14 @@ def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
         r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 interleaved rounds\.", text
     )
     assert "Mean times on the board: 50.8 s and 60.5 s; steps: 300 and 300." in text
-    back = said(tmp_path / "records", "stdlib", "child")
+    back = said(records, "stdlib", "child")
     assert back.startswith("stdlib is slower than child by 19.2%") and "1.192 (" in back
 
 
-def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
-    store.add([make_series(tmp_path / "p", [60.0, 62.0, 61.0])], tmp_path / "records")
-    near = make_series(tmp_path / "c", [60.5, 58.0, 62.0], **CHILD)
-    store.add([near], tmp_path / "records")
-    text = said(tmp_path / "records", "child", "stdlib")
+def test_what_was_not_raced_says_so(records: Path, add) -> None:
+    add([60.0, 62.0, 61.0])
+    add([60.5, 58.0, 62.0], **CHILD)
+    text = said(records)
     assert text.startswith(
         "child is not shown to be faster or slower than stdlib: 1.4% faster so far, and the 95 %"
         " interval"
@@ -49,38 +50,48 @@ def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
     assert "in separate runs" in text and "Target: 1.4." in text
 
 
-def test_one_run_each_shows_nothing_of_the_next(tmp_path: Path) -> None:
-    store.add(
-        [make_run(tmp_path / "a", 60.0), make_run(tmp_path / "b", 50.0, **CHILD)],
-        tmp_path / "records",
-    )
-    assert "in one comparison, too few to tell" in said(tmp_path / "records", "child", "stdlib")
+GPU = {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}
+OTHER = {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8}
+TARGETS = "Not comparable: they ran for different targets or on different data ("
 
 
-def test_other_devices_need_a_race(tmp_path: Path) -> None:
-    gpu = {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}
-    store.add(
-        [make_run(tmp_path / "a"), make_run(tmp_path / "b", devices=gpu, **CHILD)],
-        tmp_path / "records",
-    )
-    text = said(tmp_path / "records", "child", "stdlib")
-    assert "different devices, 1 x H100 and 1 x cpu, and never interleaved" in text
-    assert text.endswith("Race them: jspeed leaderboard race stdlib child")
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, ["in one comparison, too few to tell"]),
+        (
+            {"devices": GPU},
+            [
+                "different devices, 1 x H100 and 1 x cpu, and never interleaved",
+                "Race them: jspeed leaderboard race stdlib child",
+            ],
+        ),
+        ({"track": "other/cpu"}, [TARGETS]),
+        ({"data": as_run()["data"] | OTHER}, [TARGETS]),
+    ],
+    ids=["one run each", "other devices", "another track", "other data"],
+)
+def test_what_one_run_each_shows(records: Path, tmp_path: Path, changes, parts) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", 50.0, **CHILD, **changes)]
+    store.add(runs, records)
+    text = said(records)
+    assert all(part in text for part in parts)
+    assert text.startswith(TARGETS) == (TARGETS in parts)
 
 
-def test_a_recipe_without_runs_and_one_that_is_not_there(tmp_path: Path) -> None:
-    store.add([make_run(tmp_path / "a", **CHILD)], tmp_path / "records")
-    assert said(tmp_path / "records", "child", "r21").endswith("r21 has no runs among the records.")
+def test_a_recipe_without_runs_and_one_that_is_not_there(records: Path, tmp_path: Path) -> None:
+    store.add([make_run(tmp_path / "a", **CHILD)], records)
+    assert said(records, "child", "r21").endswith("r21 has no runs among the records.")
     own = tmp_path / "mine.py"
     own.write_text(source_of(0.5))
-    assert "mine has no runs" in said(tmp_path / "records", str(own), "child")
+    assert "mine has no runs" in said(records, str(own), "child")
     for text, says in [
         ("chidl", "did you mean 'child'"),
         ("child@ffff", "no recipe 'child@ffff'"),
         ("no.py", "does not exist"),
     ]:
         with pytest.raises(BadInput, match=says):
-            said(tmp_path / "records", text, "child")
+            said(records, text, "child")
 
 
 def test_what_differs_is_named() -> None:
@@ -115,29 +126,11 @@ def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
         compare.find_side(str(tmp_path / "odd.py"), [], {})
 
 
-def test_other_tracks_and_data_do_not_compare(tmp_path: Path) -> None:
-    other = dict(
-        data=as_run()["data"]
-        | {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8}
-    )
-    for number, changes in enumerate(({"track": "other/cpu"}, other)):
-        records = tmp_path / f"records{number}"
-        runs = [
-            make_run(tmp_path / f"a{number}"),
-            make_run(tmp_path / f"b{number}", 50.0, **CHILD, **changes),
-        ]
-        store.add(runs, records)
-        text = said(records, "child", "stdlib")
-        assert text.startswith(
-            "Not comparable: they ran for different targets or on different data ("
-        )
-
-
-def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
+def test_runs_that_were_cut_short_do_not_compare(records: Path, add) -> None:
     cut = {"asked_steps": 4, "steps": 4, "planned_steps": 300, "status": "stopped"}
-    series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
-    store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
-    assert "Not comparable: the runs of stdlib" in said(tmp_path / "records", "child", "stdlib")
+    add([9.0, 9.1], [3.9, 4.0], **cut)
+    add([50.0], **CHILD)
+    assert "Not comparable: the runs of stdlib" in said(records)
 
 
 def test_names_assigned_together_or_with_a_type_are_named() -> None:

@@ -1,6 +1,5 @@
 """Judging: which entries are valid, which beat their parent, and the stated reasons."""
 
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -13,13 +12,13 @@ from jspeed.board.records import store
 from jspeed.board.views import terminal
 from jspeed.board.views.page import html
 
-from ..record.synthetic_runs import START, as_run, make_run, make_series, source_of
-from .races import CHILD, PARENT, entries, make_race, rules
+from ..record.synthetic_runs import as_run, make_run, make_series, source_of
+from .races import CHILD, PARENT, ROUNDS, entries, make_race, rules
 
 
-def test_a_planned_series_below_the_target_is_valid(records, tmp_path):
+def test_a_planned_series_below_the_target_is_valid(records, add):
     losses, seconds = [1.39, 1.3912, 1.3891, 1.3887], [60.0, 63.0, 61.0, 62.0]
-    store.add([make_series(tmp_path / "s", seconds, losses)], records)
+    add(seconds, losses)
     entry = entries(records)["stdlib"]
     assert entry["valid"] and entry["why_not"] == [] and entry["rank"] == 1
     assert entry["more_runs"] is None
@@ -41,9 +40,9 @@ def test_a_planned_series_below_the_target_is_valid(records, tmp_path):
     )
 
 
-def test_too_few_runs_say_how_many_more_are_needed(records, tmp_path):
+def test_too_few_runs_say_how_many_more_are_needed(records, add):
     losses = [1.3990, 1.3980, 1.3995]
-    store.add([make_series(tmp_path / "s", [60.0] * 3, losses)], records)
+    add([60.0] * 3, losses)
     entry = entries(records)["stdlib"]
     p = scipy_stats.ttest_1samp(losses, 1.4, alternative="less").pvalue
     assert not entry["valid"] and p > 0.01
@@ -73,31 +72,25 @@ def test_too_few_runs_say_how_many_more_are_needed(records, tmp_path):
         ({"data": as_run()["data"] | {"val_tokens": 99}}, "not validated on 65,536 tokens"),
     ],
 )
-def test_why_a_series_is_not_valid(records, tmp_path, changes, reason):
-    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], **changes)], records)
+def test_why_a_series_is_not_valid(records, changes, reason, add):
+    add([60.0, 60.0, 61.0], **changes)
     entry = entries(records)["stdlib"]
     assert not entry["valid"] and reason in entry["why_not"] and entry["rank"] is None
 
 
-def test_one_run_may_fail_to_converge_and_is_shown(records, tmp_path):
-    store.add(
-        [make_series(tmp_path / "s", [60.0, 20.0, 61.0, 62.0], [1.39, None, 1.391, 1.389])], records
-    )
+def test_one_run_may_fail_to_converge_and_is_shown(records, add):
+    add([60.0, 20.0, 61.0, 62.0], [1.39, None, 1.391, 1.389])
     entry = entries(records)["stdlib"]
     assert entry["valid"] and entry["seconds"]["n"] == 3 and entry["seconds"]["mean"] == 61.0
     assert [run["status"] for run in entry["runs"]].count("diverged") == 1
 
 
-def test_runs_without_a_plan_and_on_other_tokens_do_not_count(records, tmp_path):
-    run_dirs = [make_run(tmp_path / str(seed), 60.0, seed) for seed in (1, 2, 3)]
-    store.add(run_dirs, records)
+def test_runs_without_a_plan_and_on_other_tokens_do_not_count(records, tmp_path, add):
+    store.add([make_run(tmp_path / str(seed), 60.0, seed) for seed in (1, 2, 3)], records)
     assert entries(records)["stdlib"]["why_not"] == ["not all runs were planned"]
-    store.add([make_series(tmp_path / "first", [60.0, 60.0, 61.0])], records)
+    add([60.0, 60.0, 61.0])
     data = as_run()["data"] | {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8}
-    later = START + timedelta(days=1)
-    store.add(
-        [make_series(tmp_path / "s", [50.0, 50.0, 51.0], start=later, data=data, **CHILD)], records
-    )
+    add([50.0, 50.0, 51.0], days=1, data=data, **CHILD)
     found = entries(records)
     assert found["child"]["why_not"] == ["validated on other tokens than the track's"], (
         "those of the earliest plan stand for it"
@@ -105,23 +98,15 @@ def test_runs_without_a_plan_and_on_other_tokens_do_not_count(records, tmp_path)
     assert found["track"]["val_sha256"] == "dd" * 32
 
 
-def test_a_missing_run_is_shown(records, tmp_path):
-    folder = make_series(tmp_path / "s", [60.0, 60.0, 61.0, 62.0])
-    (folder / "2-stdlib-s2" / "run.json").unlink()
-    store.add([folder], records)
-    assert "of 4 planned runs 1 are missing, 0 are extra" in entries(records)["stdlib"]["why_not"]
-
-
 def test_a_track_without_rules_has_no_valid_runs(tmp_path):
     store.add([make_series(tmp_path / "s", [60.0, 60.5])], tmp_path / "records")
     assert entries(tmp_path / "records")["stdlib"]["why_not"] == ["the track has no rules"]
 
 
-def test_better_than_the_parent_by_welch_when_not_raced(records, tmp_path):
+def test_better_than_the_parent_by_welch_when_not_raced(records, add):
     parent, child = [60.0, 61.0, 62.0], [50.0, 51.0, 49.0]
-    store.add(
-        [make_series(tmp_path / "p", parent), make_series(tmp_path / "c", child, **CHILD)], records
-    )
+    add(parent)
+    add(child, **CHILD)
     found = entries(records)
     better = found["child"]["better"]
     interval = scipy_stats.ttest_ind(
@@ -136,33 +121,28 @@ def test_better_than_the_parent_by_welch_when_not_raced(records, tmp_path):
     assert found["stdlib"]["better"] is None
 
 
-def test_valid_and_not_yet_better_is_a_state_of_its_own(records, tmp_path):
-    parent, child = [60.0, 61.0, 62.0], [60.5, 58.0, 62.0]
-    store.add(
-        [make_series(tmp_path / "p", parent), make_series(tmp_path / "c", child, **CHILD)], records
-    )
+def test_valid_and_not_yet_better_is_a_state_of_its_own(records, add):
+    add([60.0, 61.0, 62.0])
+    add([60.5, 58.0, 62.0], **CHILD)
     entry = entries(records)["child"]
     assert entry["valid"] and entry["better"]["verdict"] == "not shown"
     assert entry["better"]["high"] > 1
 
 
-def test_slower_than_the_parent_or_above_the_target_is_no(records, tmp_path):
-    series = [
-        make_series(tmp_path / "p", [60.0, 61.0, 62.0]),
-        make_series(tmp_path / "c", [80.0, 81.0, 82.0], **CHILD),
-    ]
+def test_slower_than_the_parent_or_above_the_target_is_no(records, add):
+    add([60.0, 61.0, 62.0])
+    add([80.0, 81.0, 82.0], **CHILD)
     miss = CHILD | {"recipe": "miss", "source": source_of(0.9), "fields": {"RATE": 0.9}}
-    series.append(make_series(tmp_path / "m", [30.0, 31.0, 30.5], [1.42, 1.43, 1.42], **miss))
-    store.add(series, records)
+    add([30.0, 31.0, 30.5], [1.42, 1.43, 1.42], **miss)
     found = entries(records)
     assert found["child"]["valid"] and found["child"]["better"]["verdict"] == "no"
     assert not found["miss"]["valid"] and found["miss"]["better"]["verdict"] == "no"
 
 
-def test_a_race_gives_the_ratio_and_the_official_time(records, tmp_path):
+def test_a_race_gives_the_ratio_and_the_official_time(records, tmp_path, add):
     """Raced on another machine, whose times are double: the child's official time is the parent's x
     the ratio."""
-    store.add([make_series(tmp_path / "p", [60.0, 61.0, 62.0])], records)
+    add([60.0, 61.0, 62.0])
     other = {"devices": {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}}
     a, b = [120.0, 122.0, 118.0, 121.0], [100.0, 101.0, 99.0, 100.0]
     store.add([make_race(tmp_path / "race", PARENT, CHILD, a, b, **other)], records)
@@ -181,24 +161,13 @@ def test_a_race_gives_the_ratio_and_the_official_time(records, tmp_path):
 
 
 def test_a_round_that_is_not_whole_is_no_observation(records, tmp_path):
-    folder = make_race(
-        tmp_path / "race", PARENT, CHILD, [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0]
-    )
+    folder = make_race(tmp_path / "race", PARENT, CHILD, *ROUNDS)
     (folder / "7-child-s4" / "run.json").unlink()
     store.add([folder], records)
     assert entries(records)["child"]["better"]["n"] == 1
 
 
-def test_two_runs_with_one_seed_are_one_sample_of_the_loss(records, tmp_path):
-    store.add([make_series(tmp_path / "s", [60.0, 61.0, 62.0], [1.39, 1.391, 1.389])], records)
-    again = START + timedelta(days=2)
-    store.add([make_series(tmp_path / "t", [66.0, 67.0], [1.30, 1.30], start=again)], records)
-    entry = entries(records)["stdlib"]
-    assert entry["loss"]["n"] == 3 and entry["loss"]["mean"] == pytest.approx(1.39)
-    assert len(entry["runs"] + entry["again"]) == 5
-
-
-def test_steps_are_ranked_by_track_3s_rules(records, tmp_path):
+def test_steps_are_ranked_by_track_3s_rules(records, add):
     """Wherever and however long they ran; z and the pairwise test with the price of a step."""
     more = {
         "more": "tokens_per_step = 8192",
@@ -206,12 +175,9 @@ def test_steps_are_ranked_by_track_3s_rules(records, tmp_path):
     }
     rules(records, "steps", "z", resumed="true", **more)
     slow = {"steps": 400, "tokens": 400 * 8192}
-    store.add([make_series(tmp_path / "p", [60.0], [1.3955], **slow)], records)
+    add([60.0], [1.3955], **slow)
     fewer = {"steps": 300, "tokens": 300 * 8192, "resumed": [7]}
-    store.add(
-        [make_series(tmp_path / "c", [900.0] * 4, [1.397, 1.398, 1.397, 1.398], **fewer, **CHILD)],
-        records,
-    )
+    add([900.0] * 4, [1.397, 1.398, 1.397, 1.398], **fewer, **CHILD)
     found = entries(records)
     assert found["stdlib"]["valid"] and found["child"]["valid"] and found["child"]["rank"] == 1
     z = (1.3955 - 1.3975 + 0.0045) / (0.0013 * np.sqrt(1 / 4 + 1 / 1))
@@ -220,17 +186,15 @@ def test_steps_are_ranked_by_track_3s_rules(records, tmp_path):
         "yes" if scipy_stats.norm.sf(z) <= 0.01 else "not shown"
     )
     other = {"recipe": "wide", "tokens": 999, "source": source_of(0.7), "fields": {"RATE": 0.7}}
-    store.add([make_series(tmp_path / "w", [60.0], [1.39], **other)], records)
+    add([60.0], [1.39], **other)
     assert "a step is not 8,192 tokens" in entries(records)["wide"]["why_not"]
 
 
-def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, tmp_path):
-    store.add([make_series(tmp_path / "p", [60.0, 61.0], [1.3900, 1.3910], steps=300)], records)
+def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, add):
+    add([60.0, 61.0], [1.3900, 1.3910], steps=300)
     short = {"fields": {"RATE": 0.1, "STEPS": 250}, "overrides": {"STEPS": 250}, "steps": 250}
-    store.add([make_series(tmp_path / "q", [50.0, 51.0], [1.3945, 1.3955], **short)], records)
-    store.add(
-        [make_series(tmp_path / "c", [40.0, 41.0], [1.3930, 1.3940], steps=280, **CHILD)], records
-    )
+    add([50.0, 51.0], [1.3945, 1.3955], **short)
+    add([40.0, 41.0], [1.3930, 1.3940], steps=280, **CHILD)
     better = entries(records)["child"]["better"]
     price = (1.3950 - 1.3905) / 50
     assert better["price_per_step"] == pytest.approx(price)
@@ -241,7 +205,7 @@ def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, tmp_pat
     assert better["pairwise"]["statistic"] == pytest.approx(z)
 
 
-def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
+def test_the_board_fits_80_columns_and_takes_no_markup(records, add):
     from rich.console import Console
 
     name = (
@@ -249,13 +213,8 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     )
     devices = {"kind": "[red]odd[/red] " + "x" * 90, "count": 8, "processes": 8, "platform": "cpu"}
     odd = {"recipe": name, "devices": devices, "overrides": {"x": "[bold]"}, "parent": "stdlib"}
-    store.add(
-        [
-            make_series(tmp_path / "s", [8123.4, 8124.4], **odd),
-            make_series(tmp_path / "p", [60.0, 61.0]),
-        ],
-        records,
-    )
+    add([8123.4, 8124.4], **odd)
+    add([60.0, 61.0])
     console = Console(width=80, record=True, file=open("/dev/null", "w"), color_system=None)
     with console.file:
         console.print(terminal.board(judge.board(store.load(records))), soft_wrap=True)
@@ -266,17 +225,12 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     assert "n valid better date" in text and "p < 0.01" in text and "A track in a test" in text
 
 
-def test_the_board_says_both_numbers_of_parameters(records, tmp_path):
+def test_the_board_says_both_numbers_of_parameters(records, add):
     table = {"rows": {"shape": [80_000_000, 768], "axes": ["row", "model"], "reads": 2}}
     table |= {"head": {"shape": [50304, 768], "axes": ["vocab", "model"]}}
     counts = dict(parameters=61_478_633_472, active_parameters=38_635_008, parameter_table=table)
-    store.add(
-        [
-            make_series(tmp_path / "s", [60.0, 61.0], **counts),
-            make_series(tmp_path / "c", [70.0], **CHILD),
-        ],
-        records,
-    )
+    add([60.0, 61.0], **counts)
+    add([70.0], **CHILD)
     found = entries(records)
     assert {name: found[name]["active_parameters"] for name in ("stdlib", "child")} == {
         "stdlib": 38_635_008,
@@ -290,13 +244,13 @@ def test_the_board_says_both_numbers_of_parameters(records, tmp_path):
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("total", [1000, 1008])
-def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
+def test_a_track_may_limit_parameters(records, total, listed, add):
     rules(records, more="[model]\nmost_parameters = 1000")
     table = {"rows": {"shape": [total // 8, 8], "axes": ["row", "model"], "reads": 1}}
     changes = {"parameters": total} | (
         {"parameter_table": table, "active_parameters": 8} if listed else {}
     )
-    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], **changes)], records)
+    add([60.0, 60.0, 61.0], **changes)
     found = entries(records)
     why = "1,008 parameters, more than the track's 1,000" if total > 1000 else None
     why = why if listed else "its parameters are not listed, and the track limits them"
@@ -307,10 +261,10 @@ def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_track_may_allow_retrieval(records, tmp_path, allowed):
+def test_a_track_may_allow_retrieval(records, allowed, add):
     rules(records, more=f"[model]\nretrieval = {str(allowed).lower()}")
     index = {"lengths": [6, 10], "recent": 96, "top": 4, "tokens": 3_000_000}
-    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], retrieval=index)], records)
+    add([60.0, 60.0, 61.0], retrieval=index)
     found = entries(records)
     why = (
         []
@@ -354,9 +308,9 @@ HOLDOUT = {"first": 131072, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.
         ),
     ],
 )
-def test_a_track_may_ask_for_a_second_range(records, tmp_path, changes, why):
+def test_a_track_may_ask_for_a_second_range(records, changes, why, add):
     rules(records, more=f'[holdout]\nfirst = 131072\nsha256 = "{"ab" * 32}"')
-    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], **changes)], records)
+    add([60.0, 60.0, 61.0], **changes)
     found = entries(records)
     assert found["stdlib"]["why_not"] == why and found["stdlib"]["valid"] is not bool(why)
     page = html([found["track"]], {}, {}, "the rule")
@@ -365,13 +319,11 @@ def test_a_track_may_ask_for_a_second_range(records, tmp_path, changes, why):
     assert "validation tokens from number 131,072 on" in page
 
 
-def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):
+def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, add):
     other = {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}}
-    series = [
-        make_series(tmp_path / "p", [60.0, 61.0, 62.0]),
-        make_series(tmp_path / "c", [50.0, 51.0, 49.0], **CHILD),
-    ]
+    add([60.0, 61.0, 62.0])
+    add([50.0, 51.0, 49.0], **CHILD)
     slow = {"recipe": "slow", "source": source_of(0.9), "fields": {"RATE": 0.9}} | other
-    store.add([*series, make_series(tmp_path / "o", [80.0, 81.0, 82.0], **slow)], records)
+    add([80.0, 81.0, 82.0], **slow)
     found = entries(records)
     assert [found[name]["rank"] for name in ("child", "stdlib", "slow")] == [1, 2, 1]

@@ -1,23 +1,17 @@
 """Levels of trust: what an entry must show to be audited or reproduced, and where each is read."""
 
 import json
-from datetime import timedelta
 
 import pytest
 
 from jspeed.board import formatting
-from jspeed.board.records import store, verify
+from jspeed.board.records import store
 from jspeed.board.views import page, readme, terminal
 from jspeed.record.audits import file_of
 
-from ..record.synthetic_runs import NOW, START, make_series, rewrite
-from .races import entries
+from ..record.synthetic_runs import make_series, rewrite
+from .races import entries, problems
 from .test_trust import NEW
-
-
-def add(records, folder, seconds, days=0, **changes):
-    start = START + timedelta(days=days)
-    store.add([make_series(folder, seconds, start=start, **NEW, **changes)], records)
 
 
 def audit_of(run, /, **changes):
@@ -46,12 +40,8 @@ def level(records):
     return entries(records)["stdlib"]["level"]
 
 
-def problems(records):
-    return [problem.text for problem in verify.verify(store.read(records), NOW)]
-
-
-def test_an_entry_is_audited_once_all_of_its_runs_are(records, tmp_path):
-    add(records, tmp_path / "s", [60.0] * 3)
+def test_an_entry_is_audited_once_all_of_its_runs_are(records, add):
+    add([60.0] * 3, **NEW)
     assert level(records) == "reported"
     audit(records, runs=2)
     entry = entries(records)["stdlib"]
@@ -60,8 +50,8 @@ def test_an_entry_is_audited_once_all_of_its_runs_are(records, tmp_path):
     assert level(records) == "audited" and problems(records) == []
 
 
-def test_runs_that_scored_themselves_stay_reported(records, tmp_path):
-    store.add([make_series(tmp_path / "s", [60.0] * 3)], records)
+def test_runs_that_scored_themselves_stay_reported(records, add):
+    add([60.0] * 3)
     audit(records)
     entry = entries(records)["stdlib"]
     assert entry["level"] == "reported" and "its own score" in formatting.trust(entry)
@@ -78,26 +68,24 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("how", AGAIN)
-def test_a_recipe_that_ran_again(how, records, tmp_path):
+def test_a_recipe_that_ran_again(how, records, add):
     changes, wanted = {"seconds": [61.0] * 3} | AGAIN[how][0], AGAIN[how][1]
-    add(records, tmp_path / "s", [60.0] * 3)
+    add([60.0] * 3, **NEW)
     values = {name: value for name, value in (NEW | changes).items() if value != "left out"}
-    seconds = values.pop("seconds")
-    again = make_series(tmp_path / "again", seconds, start=START + timedelta(days=2), **values)
-    store.add([again], records)
+    add(days=2, **values)
     assert level(records) == wanted
 
 
-def test_one_bad_reproduction_takes_no_level_away(records, tmp_path):
-    add(records, tmp_path / "s", [60.0] * 3)
-    add(records, tmp_path / "a", [61.0] * 3, 2, machine="another")
-    add(records, tmp_path / "b", [200.0] * 3, 4, machine="slow")
+def test_one_bad_reproduction_takes_no_level_away(records, add):
+    add([60.0] * 3, **NEW)
+    add([61.0] * 3, days=2, machine="another", **NEW)
+    add([200.0] * 3, days=4, machine="slow", **NEW)
     says = formatting.trust(entries(records)["stdlib"])
     assert says.startswith("reproduced") and "1 other machine do not agree" in says
 
 
-def test_levels_are_on_board_page_and_readme(records, tmp_path):
-    add(records, tmp_path / "s", [60.0] * 3)
+def test_levels_are_on_board_page_and_readme(records, add):
+    add([60.0] * 3, **NEW)
     audit(records)
     track = entries(records)["track"]
     assert any(line.startswith("audited: ") for line in terminal.notes(track["entries"][0]))
@@ -117,8 +105,8 @@ FALSE = {
 
 
 @pytest.mark.parametrize("what", FALSE)
-def test_an_audit_that_contradicts_its_run(what, records, tmp_path):
-    add(records, tmp_path / "s", [60.0] * 3)
+def test_an_audit_that_contradicts_its_run(what, records, add):
+    add([60.0] * 3, **NEW)
     changes, field = FALSE[what]
     audit(records, runs=1, **changes)
     assert [field in text for text in problems(records)] == [True]
@@ -133,17 +121,17 @@ def test_an_audit_of_other_parameters_than_those_kept(records, tmp_path):
     assert ["'weights'" in text for text in problems(records)] == [True]
 
 
-def test_one_model_audits_no_two_runs(records, tmp_path):
+def test_one_model_audits_no_two_runs(records, add):
     """Losses of seeds differ by less than those of two machines, so another seed's would agree."""
-    add(records, tmp_path / "s", [60.0] * 3)
+    add([60.0] * 3, **NEW)
     audit(records, weights="ab" * 32)
     assert ["other parameters than those audited" in text for text in problems(records)] == [
         True
     ] * 2
 
 
-def test_an_audit_that_was_edited_is_refused(records, tmp_path):
-    add(records, tmp_path / "s", [60.0] * 3)
+def test_an_audit_that_was_edited_is_refused(records, add):
+    add([60.0] * 3, **NEW)
     audit(records, runs=1)
     rewrite(next(records.rglob("audit-*.json")), "val_loss", value=1.39)
     assert any("was changed" in text for text in problems(records))

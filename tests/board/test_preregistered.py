@@ -114,13 +114,8 @@ def test_the_flags_of_options_are_parsed_to_the_same_options():
     given = dict(
         data=Path("d"), layout="dp", mesh="data=2", micro_batch=8, preflight=False, target_loss=1.5
     )
-    given |= dict(
-        max_minutes=0.5,
-        set_=("A=1", "B=2"),
-        keep_best=True,
-        progress=False,
-        log="wandb,tensorboard",
-    )
+    given |= dict(max_minutes=0.5, set_=("A=1", "B=2"), log="wandb,tensorboard", checkpoint_every=5)
+    given |= dict(keep_best=True, progress=False, sample=False)
     found = []
 
     def keep(options: Options) -> None:
@@ -129,19 +124,6 @@ def test_the_flags_of_options_are_parsed_to_the_same_options():
 
     parse(Command(keep), preregistered.arguments(Options(**given)), "keep")()
     assert found == [Options(**given)]
-
-
-def test_every_option_reaches_the_runs(trainer):
-    options = Options(
-        "stdlib",
-        run_dir=trainer / "s",
-        sample=False,
-        checkpoint_every=5,
-        layout="dp",
-        keep_best=True,
-    )
-    assert preregistered.run_series(options, "n=1") == 0
-    assert "--layout dp --checkpoint-every 5 --keep-best --no-sample" in calls(trainer)[0]
 
 
 def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
@@ -244,16 +226,16 @@ def test_a_signal_reaches_the_run_and_its_code_comes_back(tmp_path, number):
         assert process.wait(30) == 143
 
 
-def test_a_run_keeps_to_its_plan(tmp_path):
-    plan = preregistration.make_preregistration(
-        "seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1), ("stdlib", "abc", 2)]
-    )
+def test_a_run_keeps_to_its_plan(tmp_path, monkeypatch):
+    runs = [("stdlib", "abc", 1), ("stdlib", "abc", 2)]
+    plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", 40, runs)
     preregistration.write_preregistration(tmp_path, plan)
     good = tmp_path / "2-stdlib-s2"
-    assert preregistration.place_in_plan(good, "abc", 2, 40) == {
-        "sha256": plan["sha256"],
-        "folder": "2-stdlib-s2",
-    }
+    place = {"sha256": plan["sha256"], "folder": good.name}
+    assert preregistration.place_in_plan(good, "abc", 2, 40) == place
+    good.mkdir()
+    monkeypatch.chdir(good)
+    assert preregistration.place_in_plan(Path(), "abc", 2, 40) == place
     for arguments, says in [
         ((good, "abd", 2, 40), "plans recipe hash abc for this folder, found abd"),
         ((good, "abc", 1, 40), "plans seed 2 for this folder, found 1"),
@@ -264,6 +246,9 @@ def test_a_run_keeps_to_its_plan(tmp_path):
             preregistration.place_in_plan(*arguments)
     assert preregistration.place_in_plan(tmp_path / "a" / "b", "abc", 1, 40) is None
     assert preregistration.place_in_plan(None, "abc", 1, 40) is None
+    preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
+    with pytest.raises(BadInput, match="field 'schema': expected 1, .* found 9"):
+        preregistration.read_preregistration(tmp_path / "plan.json")
 
 
 @pytest.mark.slow
@@ -311,23 +296,3 @@ def test_runs_are_made_by_this_jspeed_not_by_a_folder_so_named(tmp_path, monkeyp
 def test_planned_runs_start_from_their_seeds(trainer):
     with pytest.raises(BadInput, match="--plan and --init-from"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s", init_from=trainer), "n=1")
-
-
-def test_a_plan_of_another_schema_is_refused(tmp_path):
-    plan = preregistration.make_preregistration(
-        "seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)]
-    )
-    preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
-    with pytest.raises(BadInput, match="field 'schema': expected 1, .* found 9"):
-        preregistration.read_preregistration(tmp_path / "plan.json")
-
-
-def test_the_current_folder_has_its_place_in_the_plan(tmp_path, monkeypatch):
-    plan = preregistration.make_preregistration(
-        "seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)]
-    )
-    preregistration.write_preregistration(tmp_path, plan)
-    (tmp_path / "1-stdlib-s1").mkdir()
-    monkeypatch.chdir(tmp_path / "1-stdlib-s1")
-    place = preregistration.place_in_plan(Path(), "abc", 1, 40)
-    assert place == {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}

@@ -1,17 +1,15 @@
 """A run of a small model on a CPU that says it is the record on eight H100s."""
 
 import shutil
-import subprocess
 import tomllib
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from jspeed.board import judge
-from jspeed.board.records import landing, store, verify
+from jspeed.board.records import landing
 
-from ..record.synthetic_runs import NOW, START, as_run, make_series
+from ..record.synthetic_runs import as_run
+from .races import listed, problems
 from .test_trust import NEW
 
 RECORDS = Path(__file__).parents[2] / "records"
@@ -51,23 +49,18 @@ def records(tmp_path):
     return folder
 
 
-def add(records, folder, seconds, **changes):
-    values = {name: value for name, value in (HONEST | changes).items() if value != "left out"}
-    store.add([make_series(folder, seconds, LOSSES, **values)], records)
+@pytest.fixture
+def add_as_of_h100s(add):
+    def honest(seconds, **changes):
+        values = {name: value for name, value in (HONEST | changes).items() if value != "left out"}
+        return add(seconds, LOSSES, **values)
+
+    return honest
 
 
-def entry(records):
-    (track,) = judge.board(store.load(records))
-    return track["entries"][0]
-
-
-def problems(records):
-    return [problem.text for problem in verify.verify(store.read(records), NOW)]
-
-
-def test_a_record_of_h100s_counts(records, tmp_path):
-    add(records, tmp_path / "s", [61.0, 60.0, 62.0])
-    assert entry(records)["valid"] and problems(records) == []
+def test_a_record_of_h100s_counts(records, add_as_of_h100s):
+    add_as_of_h100s([61.0, 60.0, 62.0])
+    assert listed(records)[0]["valid"] and problems(records) == []
 
 
 RELABELLED = {
@@ -96,38 +89,28 @@ RELABELLED = {
 
 
 @pytest.mark.parametrize("how", RELABELLED)
-def test_a_relabelled_record_does_not_count(how, records, tmp_path):
+def test_a_relabelled_record_does_not_count(how, records, add_as_of_h100s):
     changes, why = RELABELLED[how]
-    add(records, tmp_path / "s", [60.0] * 3, **changes)
-    found = entry(records)
+    add_as_of_h100s([60.0] * 3, **changes)
+    (found,) = listed(records)
     assert not found["valid"] and any(why in each for each in found["why_not"])
 
 
-@pytest.fixture
-def git(tmp_path):
-    def run(*words):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-
-    run("init", "-q")
-    return run
-
-
-def test_a_date_before_the_commit_that_ran_is_a_problem(records, tmp_path, git):
+def test_a_date_before_the_commit_that_ran_is_a_problem(records, add_as_of_h100s, git):
     git("commit", "-q", "--allow-empty", "-m", "code")
-    head = git("rev-parse", "HEAD").stdout.strip()
-    add(records, tmp_path / "s", [60.0] * 3, git={"commit": head, "dirty": False})
+    head = git("rev-parse", "HEAD")
+    add_as_of_h100s([60.0] * 3, git={"commit": head, "dirty": False})
     assert ["a time after its commit" in text for text in problems(records)] == [True] * 3
 
 
-def test_whoever_dates_a_run_back_does_not_choose_the_data(records, tmp_path, git):
+def test_whoever_dates_a_run_back_does_not_choose_the_data(records, add_as_of_h100s, git):
     """Which tokens of the shard are evaluated no hash pins: the first to land does."""
-    add(records, tmp_path / "s", [60.0] * 3)
+    add_as_of_h100s([60.0] * 3)
     git("add", "records")
     git("commit", "-qm", "the first record")
-    early, easier = START - timedelta(days=365), HONEST["data"] | {"val_sha256": "cc" * 32}
-    add(records, tmp_path / "t", [50.0] * 3, start=early, data=easier)
+    easier = HONEST["data"] | {"val_sha256": "cc" * 32}
+    add_as_of_h100s([50.0] * 3, days=-365, data=easier)
     landing.landings.cache_clear()
-    ours, theirs = judge.board(store.load(records))[0]["entries"]
+    ours, theirs = listed(records)
     assert ours["valid"] and ours["date"] == "2026-01-31"
     assert theirs["why_not"] == ["validated on other tokens than the track's"]

@@ -53,6 +53,11 @@ def test_a_run_counts_once(tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
+FAILED = as_run()["probes"] | {"causality": {"passed": False}}
+HASHES = "field 'data': expected the SHA-256"
+NONE = {"train_shards": []}  # the trainer writes this when its shards are gone at the end
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -60,6 +65,9 @@ def test_a_run_counts_once(tmp_path: Path) -> None:
         ({"status": "interrupted", "loss": None}, "the run was interrupted"),
         ({"status": "diverged", "loss": None}, "the run diverged"),
         ({"track": "ideas"}, "field 'track'"),
+        ({"probes": FAILED, "reached": False}, "failed the validity check causality"),
+        ({"data": as_run()["data"] | NONE}, HASHES),
+        ({"data": as_run()["data"] | NONE | {"val_sha256": None}}, HASHES),
     ],
 )
 def test_what_is_not_a_result_is_refused(tmp_path, changes, says):
@@ -67,15 +75,6 @@ def test_what_is_not_a_result_is_refused(tmp_path, changes, says):
     with pytest.raises(BadInput, match=says):
         store.add([run_dir], tmp_path / "records")
     assert not (tmp_path / "records").exists()
-
-
-def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
-    from ..record.synthetic_runs import as_run
-
-    probes = as_run()["probes"] | {"causality": {"passed": False}}
-    run_dir = make_run(tmp_path / "run", probes=probes, reached=False)
-    with pytest.raises(BadInput, match=r"failed the validity check causality"):
-        store.add([run_dir], tmp_path / "records")
 
 
 def test_a_miss_is_a_result(tmp_path: Path) -> None:
@@ -235,26 +234,24 @@ def test_a_device_among_the_records_is_not_read(tmp_path: Path) -> None:
     assert "regular file" in problem.text
 
 
-def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path, at_once) -> None:
     """Whatever it ran on: it would be an extra run of the plan, and take the validity of the runs
     before."""
-    folder = make_series(tmp_path / "series", [60.0, 61.0])
-    store.add([folder], tmp_path / "records")
-    plan = json.loads((folder / "plan.json").read_text())
+    one, two, records = (
+        make_series(tmp_path / "one", [60.0]),
+        tmp_path / "two",
+        tmp_path / "records",
+    )
+    shutil.copytree(one, two)
+    plan = json.loads((one / "plan.json").read_text())
     again = {"plan": {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}}
-    make_run(folder / "1-stdlib-s1", 9.0, 1, 0.5, **again)
+    make_run(two / "1-stdlib-s1", 9.0, 1, 0.5, **again)
+    if not at_once:
+        store.add([one], records)
     with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan"):
-        store.add([folder / "1-stdlib-s1"], tmp_path / "records")
-
-
-def test_a_run_without_data_hashes_is_refused(tmp_path: Path) -> None:
-    """The trainer writes one when its shards are gone at the end."""
-    from ..record.synthetic_runs import as_run
-
-    for changes in ({"val_sha256": None, "train_shards": []}, {"train_shards": []}):
-        run_dir = make_run(tmp_path / str(len(changes)), data=as_run()["data"] | changes)
-        with pytest.raises(BadInput, match="field 'data': expected the SHA-256"):
-            store.add([run_dir], tmp_path / "records")
+        store.add([one, two] if at_once else [two / "1-stdlib-s1"], records)
+    assert records.exists() is not at_once
 
 
 def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
@@ -268,19 +265,6 @@ def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
     make_run(folder / "1-stdlib-s1", plan={"sha256": bad["sha256"], "folder": "1-stdlib-s1"})
     with pytest.raises(BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe'"):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
-
-
-def test_two_new_runs_in_one_place_of_a_plan_are_refused(tmp_path: Path) -> None:
-    one = make_series(tmp_path / "one", [60.0])
-    two = tmp_path / "two"
-    shutil.copytree(one, two)
-    plan = json.loads((one / "plan.json").read_text())
-    make_run(
-        two / "1-stdlib-s1", 9.0, 1, 0.5, plan={"sha256": plan["sha256"], "folder": "1-stdlib-s1"}
-    )
-    with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan"):
-        store.add([one, two], tmp_path / "records")
-    assert not (tmp_path / "records").exists()
 
 
 def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
