@@ -392,13 +392,15 @@ class RowTable:
     def gather(
         self, rows: NDArray[np.integer[Any]], out: NDArray[Any] | None = None
     ) -> NDArray[Any]:
-        """Copy ``rows`` (int32, int64 or uint32 ``[n]``) into ``out`` and return it.
+        """Copy ``rows`` (int32, int64 or uint32 ``[n]``) into ``out`` and return it; it stays as it
+        is at the place of a row of -1.
 
         ``out`` is bfloat16 ``[n, width]``, contiguous; None makes one that begins on a cache line.
         Give the same one again: fresh memory costs more than the copy.
 
         Raises:
-            BadInput: A row is not in the table, or an array is none of these; ``out`` is unchanged.
+            BadInput: A row is not in the table, or is -1 and ``out`` was not given, or an array is
+                none of these; ``out`` is unchanged.
             LoaderForkedError: This process is a fork of the one that made the table.
         """
     def update(
@@ -415,13 +417,16 @@ class RowTable:
         """Change ``rows`` (``[n]``, some of them equal) by ``gradients``, bfloat16 or float32 ``[n,
         width]``, or a list of such arrays, one after the other, that are ``n`` rows together.
 
-        ``step`` is the number of updates so far. The rates are those of this update, as
+        A row of -1 is left out, and its gradient is not read. ``step`` is the number of updates so
+        far; or one less, for rows that the last update has left out: two calls that have all
+        gradients of each row in one of them are one update. The rates are those of this update, as
         ``row_adam``'s schedules return them.
 
         Raises:
-            BadInput: A row is not in the table, an array or a rate is none of these, ``step`` is
-                not ``updates``, or more rows than ``capacity`` would be in use; then nothing has
-                changed. Or a gradient is not finite; then all other rows have changed.
+            BadInput: A row is not in the table or had this update before, an array or a rate is
+                none of these, ``step`` is another one, or more rows than ``capacity`` would be in
+                use; then nothing has changed. Or a gradient is not finite; then all other rows
+                have changed.
             LoaderForkedError: As :meth:`gather`.
         """
     def read(self, first: int, count: int) -> RowPart:

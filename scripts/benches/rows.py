@@ -153,11 +153,15 @@ def in_text(folder: Path) -> Iterator[Row]:
         )
     used = np.zeros(r92.NGRAMS, bool)
     marks = {steps >> shift for shift in range(6)} - {0}
-    counts, shares = [], []
+    counts, shares, again = [], [], []
+    before = np.zeros(0, np.int32)
     for step in range(steps):
         which = named(text[step * STEP :][:STEP].reshape(r92.LANES, -1))
         used[which] = True
         shares.append(len(np.unique(which)) / len(which))
+        if step:
+            again.append(np.isin(before, which, kind="table").mean())
+        before = which
         if step + 1 in marks:
             counts.append(used.reshape(2, -1).sum(1))
             count = int(counts[-1].sum())
@@ -166,6 +170,8 @@ def in_text(folder: Path) -> Iterator[Row]:
             yield Row(f"rows named by {tokens:.1f} M tokens", count / 1e6, "M rows", None, note)
     note = f"of the look-ups of {STEP:,} tokens; a mean of {steps} steps"
     yield Row("distinct rows of a step", 100 * float(np.mean(shares)), "%", None, note)
+    note = "of a step's look-ups; what an update after the next one changes last"
+    yield Row("of rows that the next step names", 100 * float(np.mean(again)), "%", None, note)
     expected, found = extrapolated(counts[-3:-1], 2), float(np.sum(counts[-1]))
     note = f"of those of {2 * (steps // 2) * STEP / 1e6:.1f} M tokens, by the law from half of them"
     yield Row("extrapolated", 100 * expected / found, "%", None, note)

@@ -10,6 +10,7 @@ import pytest
 
 from jspeed.cli import satellites
 from jspeed.errors import BadInput
+from jspeed.host_table import in_run
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run import setup
 from jspeed.run.export import load
@@ -69,6 +70,36 @@ def test_a_table_on_the_host_trains_as_one_on_the_device(folder, on_device, devi
     assert_same(found, on_device)
     # it has learned something that a table of zeros has not
     assert np.sum(np.any(found[2] != 0, axis=1)) > 50 and losses(found[0])[-1] < 3
+
+
+def test_only_rows_of_the_last_step_are_updated_after_it(folder, monkeypatch):
+    """All others are updated while it is computed, in the first of two calls of one update."""
+    calls = []
+
+    class Watched:
+        def __init__(self, table):
+            self._table = table
+
+        def __getattr__(self, name):
+            return getattr(self._table, name)
+
+        def update(self, number, rows, gradients, **rates):
+            calls.append((number, np.array(rows), sum(map(len, gradients))))
+            self._table.update(number, rows, gradients, **rates)
+
+    make = in_run.make
+    monkeypatch.setattr(in_run, "make", lambda *given: Watched(make(*given)))
+    run(folder, "watched", table="host", steps=12)
+    # warm-up apart: two updates of two steps, and two of four, of 256 look-ups each
+    calls = calls[-8:]
+    assert [number for number, _, _ in calls] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for (_, first, given), (_, then, in_all) in zip(calls[::2], calls[1::2], strict=True):
+        assert len(first) == given and len(then) == in_all == given + 256
+        last = set(then[given:])
+        assert not last & set(first) and min(last) >= 0
+        # each look-up is in one of the calls
+        assert ((first == -1) != (then[:given] == -1)).all()
+        assert set(then[:given]) - {-1} <= last
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(folder):

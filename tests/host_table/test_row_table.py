@@ -180,7 +180,8 @@ def test_lists_that_do_not_fit_change_nothing():
         return lambda: table.update(step, np.array(rows), gradients, **RATES | rates)
 
     refused(["row 10 at place 1", "10 rows"], update([0, 10]))
-    refused(["row -1 at place 0"], update([-1, 0]))
+    refused(["row -2 at place 0"], update([-2, 0]))
+    refused(["row 1", "had update 0 already"], update([-1, 1], step=0))
     refused(["gradients", "[3, 4]", "[2, 4]"], update([0, 1, 2]))
     refused(["gradients", "[2, 4]", "[2, 5]"], update([0, 1], np.ones((2, 5), BF16)))
     refused(["gradients", "bfloat16 or float32", "float64"], update([0, 1], np.ones((2, 4))))
@@ -196,6 +197,7 @@ def test_lists_that_do_not_fit_change_nothing():
     refused(["eps", "above 0"], update([0, 1], eps=0.0))
     refused(["learning_rate", "inf"], update([0, 1], learning_rate=np.inf))
     refused(["row 12"], lambda: table.gather(np.array([12])))
+    refused(["row -1 at place 1", "no out"], lambda: table.gather(np.array([1, -1])))
     refused(["out", "[1, 4]"], lambda: table.gather(np.array([1]), np.empty((2, 4), BF16)))
     read_only = np.empty((1, 4), BF16)
     read_only.setflags(write=False)

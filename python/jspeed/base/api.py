@@ -200,6 +200,7 @@ NAMES = {
     "jspeed.run.compute.host_tables": (
         "BUFFERS",
         "HostTables",
+        "Rows",
         "SHARES",
         "problem",
         "tables_on_host",

@@ -2,8 +2,12 @@
 returns their gradients.
 
 A step's rows are gathered while the devices still compute the step before. Its gradients come back
-while they compute the next one. Only the step after an update waits: for the gradients, and for the
-update.
+while they compute the next one. While the last step before an update is computed, rows that only
+earlier ones named are updated. The step after it waits for its gradients, for the update of the
+rows that it named, and then for those of its own rows that are among them.
+
+Rows and gradients lie in memory that devices copy from and to by themselves
+(:mod:`jspeed.host_table.pinned`).
 """
 
 from collections.abc import Callable
@@ -12,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -24,14 +28,25 @@ from jspeed._dataloader import RowTable
 from jspeed.base.beside import split
 from jspeed.errors import BadInput
 from jspeed.host_table.checkpoint import load, save
+from jspeed.host_table.pinned import Buffer, fetched, to_host
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import ParamSpec, Recipe
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.host_tables import BUFFERS, SHARES
+from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows
 from jspeed.run.compute.program import Program, eval_parts
 
 Found = dict[str, NDArray[np.int32]]  # rows that tokens name in each table, [B, ids]
+
+LEFT_OUT = -1  # of an update
+
+
+class Pending(NamedTuple):
+    """A step whose gradients wait for an update."""
+
+    found: Found
+    gradients: dict[str, list[NDArray[Any]]]  # [B, ids, D], in parts
+    loss: jax.Array
 
 
 class TablesOfRun:
@@ -46,10 +61,14 @@ class TablesOfRun:
         self._tables = {path: make(path, spec) for path, spec in self._specs.items()}
         self._names = {path: jax.jit(recipe.named_rows[path]) for path in self._specs}
         self._rates = rates(recipe)
-        self._pending: list[tuple[Found, dict[str, NDArray[Any]]]] = []
+        self._pending: list[Pending] = []
         self._worker = ThreadPoolExecutor(1, "rows of tables")
         self._futures: list[Future[None]] = []
-        self._updating = False
+        # of an update under way: when rows that its last step did not name are done, and those that
+        # it named; by table, the update's number and the rows of waiting gradients to follow
+        self._begun: Future[None] | None = None
+        self._later: Found = {}
+        self._due: dict[str, tuple[int, NDArray[np.integer[Any]]]] = {}
         self._buffers: dict[tuple[Any, ...], Any] = {}
 
     def serve(self, recipe: Recipe, placement: Placement, program: Program) -> Program:
@@ -91,7 +110,7 @@ class TablesOfRun:
         """Wait until the gradients of all steps have come back, and the updates are made.
 
         Raises :class:`BadInput` for one that failed, as of a table that is full."""
-        futures, self._futures, self._updating = self._futures, [], False
+        futures, self._futures, self._begun, self._later = self._futures, [], None, {}
         for future in futures:
             future.result()
 
@@ -129,20 +148,18 @@ class TablesOfRun:
         updated = tuple(path for path, spec in self._specs.items() if due % spec.every == 0)
 
         def call(state: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-            if self._updating:
-                self.wait()
             with jax.transfer_guard("allow"):
                 found = self._named(split(recipe.beside, np.asarray(tokens))[0][:, :-1])
                 given = self._gather(found, mesh)
             state, metrics = step(state, tokens, given)
-            gradients = metrics.pop("rows")
             with jax.transfer_guard("allow"):
-                for array in gradients.values():
-                    array.copy_to_host_async()
-            self._updating = bool(updated)
-            self._futures.append(
-                self._worker.submit(self._take, found, gradients, metrics["loss"], updated)
-            )
+                gradients = {path: to_host(its) for path, its in metrics.pop("rows").items()}
+            if updated:
+                self._later = {path: found[path] for path in updated}
+                self._begun = self._worker.submit(self._begin_update, self._later)
+                self._futures.append(self._begun)
+            work = partial(self._take, found, gradients, metrics["loss"])
+            self._futures.append(self._worker.submit(work))
             return state, metrics
 
         return call
@@ -179,40 +196,67 @@ class TablesOfRun:
 
     def _gather(self, found: Found, mesh: Mesh) -> dict[str, jax.Array]:
         """Put the rows ``found`` in each table on the devices, ``[B, ids, D]``."""
-        given = {}
+        buffers = {path: self._buffer(path, rows_BI.shape, mesh) for path, rows_BI in found.items()}
+        begun, later = self._begun, self._later
+        if begun:
+            again = {path: np.isin(found[path], rows, kind="table") for path, rows in later.items()}
+            begun.result()
+            self._write(
+                {path: np.where(again[path], LEFT_OUT, found[path]) for path in again}, buffers
+            )
+            self.wait()
+            found = found | {path: np.where(again[path], found[path], LEFT_OUT) for path in again}
+        self._write(found, buffers)
+        return {path: buffer.put() for path, buffer in buffers.items()}
+
+    def _buffer(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> Buffer:
+        """Return one that no program reads, for rows ``[B, ids]`` of a table."""
+        if (path, shape) not in self._buffers:
+            whole = (*shape, self._tables[path].width)
+            fresh = [Buffer(whole, batch_rows(mesh)) for _ in range(BUFFERS)]
+            self._buffers[path, shape] = cycle(fresh)
+        return next(self._buffers[path, shape])
+
+    def _write(self, found: Found, buffers: dict[str, Buffer]) -> None:
+        """Copy the rows ``found`` in each table, but those left out, to their places."""
         for path, rows_BI in found.items():
             table = self._tables[path]
-            shape = (*rows_BI.shape, table.width)
-            if (path, shape) not in self._buffers:
-                fresh = [np.empty(shape, ml_dtypes.bfloat16) for _ in range(BUFFERS)]
-                self._buffers[path, shape] = cycle(fresh)
-            buffer = next(self._buffers[path, shape])
-            table.gather(rows_BI.reshape(-1), buffer.reshape(-1, table.width))
-            given[path] = put_rows(buffer, batch_rows(mesh))
-        return given
+            for part, lanes in buffers[path].parts:
+                table.gather(rows_BI[lanes].reshape(-1), part.reshape(-1, table.width))
 
-    def _take(
-        self,
-        found: Found,
-        gradients: dict[str, jax.Array],
-        loss: jax.Array,
-        updated: tuple[str, ...],
-    ) -> None:
-        """Keep the ``gradients`` of a step, and update the tables that are due; in a thread."""
-        self._pending.append((found, {path: np.asarray(g) for path, g in gradients.items()}))
-        for path in updated:
-            table, rates = self._tables[path], self._rates[path]
-            rows = np.concatenate([rows[path].reshape(-1) for rows, _ in self._pending])
-            sums = [grads[path].reshape(-1, table.width) for _, grads in self._pending]
-            step = table.updates
-            its = {name: float(values[step]) for name, values in rates.items()}
-            try:
-                table.update(step, rows, sums, **its)
-            except BadInput:
-                if np.isfinite(float(loss)):  # else the loop ends the run as diverged
-                    raise
-        if updated:
-            self._pending = []
+    def _begin_update(self, named: Found) -> None:
+        """Update the rows of gradients that wait but those ``named`` by the last step, which is
+        computed meanwhile; in a thread."""
+        for path, last in named.items():
+            number = self._tables[path].updates
+            waiting = [step.found[path].reshape(-1) for step in self._pending]
+            rows = np.concatenate([np.zeros(0, np.int32), *waiting])
+            again = np.isin(rows, last, kind="table")
+            if len(rows):
+                self._update(path, number, np.where(again, LEFT_OUT, rows))
+            later = np.where(again, rows, LEFT_OUT), last.reshape(-1)
+            self._due[path] = number, np.concatenate(later)
+
+    def _take(self, found: Found, gradients: Rows, loss: jax.Array) -> None:
+        """Keep the ``gradients`` of a step until the next update, and end one that has begun; in a
+        thread."""
+        its = {path: fetched(array) for path, array in gradients.items()}
+        self._pending.append(Pending(found, its, loss))
+        for path, (number, rows) in self._due.items():
+            self._update(path, number, rows)
+        if self._due:
+            self._pending, self._due = [], {}
+
+    def _update(self, path: str, number: int, rows: NDArray[np.integer[Any]]) -> None:
+        """Make update ``number`` of a table by the gradients that wait, which are of ``rows``."""
+        table = self._tables[path]
+        rates = {name: float(values[number]) for name, values in self._rates[path].items()}
+        parts = [part for step in self._pending for part in step.gradients[path]]
+        try:
+            table.update(number, rows, [part.reshape(-1, table.width) for part in parts], **rates)
+        except BadInput:
+            if all(np.isfinite(float(step.loss)) for step in self._pending):
+                raise  # else the loop ends the run as diverged
 
 
 def make(path: str, spec: ParamSpec) -> RowTable:

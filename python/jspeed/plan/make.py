@@ -61,7 +61,7 @@ CONSTANTS = {
     "special functions": terms.SPECIAL,
     "gather of rows, bytes/s a core": host_cost.GATHER,
     "update of rows, bytes/s a core": host_cost.UPDATE,
-    "copy to and from pinned memory, bytes/s": host_cost.COPY,
+    "look-ups of rows that another step names, share": host_cost.AGAIN,
 }
 
 

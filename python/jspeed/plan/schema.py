@@ -90,7 +90,7 @@ class HostRow(TypedDict):
     rows: int  # looked up
     bytes_each_way: Bytes  # over the links of all devices: rows, and their gradients
     gather_ms: Milliseconds
-    copied_ms: Milliseconds  # one way, through pinned memory and the link
+    copied_ms: Milliseconds  # one way, over the link
     update_ms: Milliseconds  # by the gradients since the last update, where one is due
     exposed_ms: Milliseconds  # that no computing hides
 

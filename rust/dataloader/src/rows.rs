@@ -7,7 +7,7 @@ use std::thread::available_parallelism;
 use jspeed_dataloader_core as core;
 use jspeed_dataloader_core::bytes_of;
 use jspeed_row_table as table;
-use jspeed_row_table::{Moment, Part, Rates};
+use jspeed_row_table::{LEFT_OUT, Moment, Part, Rates};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -63,6 +63,15 @@ impl RowTable {
     ) -> PyResult<Bound<'py, PyAny>> {
         self.check_process(py)?;
         let rows = list(rows)?;
+        if let (None, Some(place)) = (&out, rows.iter().position(|&row| row == LEFT_OUT)) {
+            return Err(raise(
+                py,
+                &core::Error::argument(format!(
+                    "row {LEFT_OUT} at place {place} of the list keeps what out has there, and no \
+                     out was given; give one, or a row"
+                )),
+            ));
+        }
         let out = out.map_or_else(|| self.buffer(py, rows.len()), Ok)?;
         self.check_array(&out, rows.len(), "out", &["bfloat16"])?;
         let mut words = Memory::<u16>::new(&out, "out", true)?;

@@ -7,7 +7,7 @@ pub const AHEAD: usize = 4;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Copy `rows` into `out`: by slot, or zeros where a row has none.
+/// Copy `rows` into `out`: by slot, or zeros where a row has none; nothing for one that is left out.
 pub fn gather(rows: &[i64], slots: &[u32], weights: &[u16], out: &mut [u16], width: usize) {
     let slot_of = |at: usize| {
         let row = rows.get(at).and_then(|&row| usize::try_from(row).ok())?;
@@ -22,7 +22,8 @@ pub fn gather(rows: &[i64], slots: &[u32], weights: &[u16], out: &mut [u16], wid
         }
         fetch_row(weights, slot_of(at + AHEAD), width);
         match slot_of(at) {
-            None | Some(0) => out.fill(0),
+            None => {}
+            Some(0) => out.fill(0),
             Some(slot) => stream(&weights[(slot - 1) * width..][..width], out),
         }
     }

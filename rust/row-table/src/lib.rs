@@ -56,6 +56,8 @@ fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Res
 const CHUNK: usize = 512;
 /// Pieces of an update for each thread: the last one to end is late by one piece.
 const PIECES: usize = 8;
+/// In a list: no row.
+pub const LEFT_OUT: i64 = -1;
 /// The most columns of a row.
 const WIDEST: i64 = 1 << 16;
 
@@ -177,13 +179,14 @@ impl RowTable {
         self.decay.betas()
     }
 
-    /// Copy `rows` into `out`, one after the other.
+    /// Copy `rows` into `out`, one after the other; what is at the place of a row that is
+    /// [`LEFT_OUT`] stays.
     ///
     /// # Errors
     /// A row is not in the table, or `out` has another size; `out` is unchanged then.
     pub fn gather(&self, rows: &[i64], out: &mut [u16]) -> Result<(), Error> {
         self.check_size(rows.len(), out.len(), "out")?;
-        self.check_rows(rows)?;
+        self.check_rows(rows, LEFT_OUT)?;
         let slots: &[u32] = bytemuck::cast_slice(&self.slots);
         let weights: &[u16] = bytemuck::cast_slice(&self.weights);
         self.pool.install(|| {
@@ -196,12 +199,16 @@ impl RowTable {
     }
 
     /// Change `rows`, some of which may be equal, by `gradients`, one row after the other, in parts
-    /// of whole rows. `step` is the number of updates so far.
+    /// of whole rows. Gradients of rows that are [`LEFT_OUT`] are not read.
+    ///
+    /// `step` is the number of updates so far; or one less, for rows that the last update has left
+    /// out: two calls with all gradients of each row in one of them are one update.
     ///
     /// # Errors
-    /// A row is not in the table, sizes differ, a rate is out of its range, `step` is another one,
-    /// more rows than the capacity would be in use, or memory for the order of the list is missing:
-    /// nothing has changed then. A gradient is not finite: all rows but such have changed.
+    /// A row is not in the table or had this update before, sizes differ, a rate is out of its
+    /// range, `step` is another one, more rows than the capacity would be in use, or memory for the
+    /// order of the list is missing: nothing has changed then. A gradient is not finite: all rows
+    /// but such have changed.
     pub fn update<G: Gradient>(
         &mut self,
         step: u64,
@@ -209,18 +216,27 @@ impl RowTable {
         gradients: &[&[G]],
         rates: &Rates,
     ) -> Result<(), Error> {
-        if step != self.decay.updates() {
+        let goes_on = self.decay.updates().checked_sub(1) == Some(step);
+        if step != self.decay.updates() && !goes_on {
             return Err(Error(format!(
                 "update {step} should follow exactly as many, but the table has had {}; make each \
                  update once, in order",
                 self.decay.updates()
             )));
         }
+        if let Some(beta) =
+            self.betas().last().filter(|beta| goes_on && beta.to_bits() != rates.beta2.to_bits())
+        {
+            return Err(Error(format!(
+                "update {step} began with beta2 {beta} and goes on with {}; give the same",
+                rates.beta2
+            )));
+        }
         self.check_size(rows.len(), gradients.iter().map(|part| part.len()).sum(), "gradients")?;
         for part in gradients {
             self.check_size(part.len() / self.width, part.len(), "a part of the gradients")?;
         }
-        self.check_rows(rows)?;
+        self.check_rows(rows, LEFT_OUT)?;
         let change = Change::new(rates, step)?;
         let mut keys = Vec::new();
         keys.try_reserve_exact(rows.len()).map_err(|_| {
@@ -229,8 +245,18 @@ impl RowTable {
                 rows.len()
             ))
         })?;
+        let before = self.used;
         self.find_slots(rows, &mut keys)?;
-        self.decay.push(rates.beta2);
+        if goes_on {
+            if let Some(row) = self.already_updated(&keys) {
+                self.free(before);
+                return Err(Error(format!(
+                    "row {row} has had update {step} already; leave it out (-1) of the second list"
+                )));
+            }
+        } else {
+            self.decay.push(rates.beta2);
+        }
         let piece = keys.len().div_ceil(PIECES * self.threads).max(CHUNK / PIECES);
         let (width, decay) = (self.width, &self.decay);
         let mut weights: &mut [u16] = bytemuck::cast_slice_mut(&mut self.weights);
@@ -322,7 +348,7 @@ impl RowTable {
             )));
         }
         let rows: Vec<i64> = part.rows.iter().map(|&row| row.into()).collect();
-        self.check_rows(&rows)?;
+        self.check_rows(&rows, 0)?;
         let before = self.used;
         let mut keys = Vec::new();
         self.find_slots(&rows, &mut keys)?;
@@ -351,8 +377,10 @@ impl RowTable {
         )))
     }
 
-    fn check_rows(&self, rows: &[i64]) -> Result<(), Error> {
-        let outside = |&row: &i64| usize::try_from(row).map_or(true, |row| row >= self.rows);
+    fn check_rows(&self, rows: &[i64], least: i64) -> Result<(), Error> {
+        let outside = |&row: &i64| {
+            row < least || usize::try_from(row.max(0)).map_or(true, |row| row >= self.rows)
+        };
         let Some(at) = rows.iter().position(outside) else { return Ok(()) };
         Err(Error(format!(
             "row {} at place {at} of the list is not in the table, which has {} rows; rows count \
@@ -361,14 +389,32 @@ impl RowTable {
         )))
     }
 
-    /// Add the key of each row of the list, its slot and its place; new rows get the next slots.
+    /// A row of these `keys` that the last update has changed.
+    fn already_updated(&self, keys: &[u64]) -> Option<u32> {
+        let moments: &[Moment] = bytemuck::cast_slice(&self.moments);
+        let row_of: &[u32] = bytemuck::cast_slice(&self.row_of);
+        let last = u32::try_from(self.decay.updates()).unwrap_or(u32::MAX);
+        let found = |&&key: &&u64| moments[slot(key)].updates == last;
+        let found = self.pool.install(|| keys.par_iter().with_min_len(CHUNK).find_first(found));
+        found.map(|&key| row_of[slot(key)])
+    }
+
+    /// Make `keys` of the rows of the list that are not left out, of slot and place; new rows get
+    /// the next slots, in the order of the list.
     fn find_slots(&mut self, rows: &[i64], keys: &mut Vec<u64>) -> Result<(), Error> {
         let before = self.used;
+        let known: &[u32] = bytemuck::cast_slice(&self.slots);
+        let key_of = |(place, &row): (usize, &i64)| {
+            let next = usize::try_from(row).map_or(0, |row| known[row]);
+            (u64::from(next) << 32) | place as u64
+        };
+        let found = rows.par_iter().enumerate().with_min_len(CHUNK).map(key_of);
+        self.pool.install(|| found.collect_into_vec(keys));
         let slots: &mut [u32] = bytemuck::cast_slice_mut(&mut self.slots);
         let row_of: &mut [u32] = bytemuck::cast_slice_mut(&mut self.row_of);
-        for (place, &row) in rows.iter().enumerate() {
-            // Both fit: rows were checked.
-            let row = u32::try_from(row).unwrap_or_default();
+        for key in keys.iter_mut().filter(|key| **key >> 32 == 0) {
+            // What does not fit is left out: rows were checked.
+            let Ok(row) = u32::try_from(rows[place(*key)]) else { continue };
             let slot = &mut slots[row as usize];
             if *slot == 0 {
                 if self.used == self.capacity {
@@ -383,8 +429,9 @@ impl RowTable {
                 self.used += 1;
                 *slot = u32::try_from(self.used).unwrap_or_default();
             }
-            keys.push((u64::from(*slot - 1) << 32) | place as u64);
+            *key |= u64::from(*slot) << 32;
         }
+        keys.retain(|key| key >> 32 > 0);
         Ok(())
     }
 
@@ -399,9 +446,9 @@ impl RowTable {
     }
 }
 
-/// The slot of a key.
+/// The slot of a key, which has 1 more.
 fn slot(key: u64) -> usize {
-    (key >> 32) as usize
+    (key >> 32) as usize - 1
 }
 
 /// The place in the list of a key.

@@ -146,13 +146,41 @@ proptest! {
     }
 
     #[test]
+    fn two_calls_are_one_update(updates in updates(8), first in any::<u64>()) {
+        let [mut whole, mut halves] =
+            [1, 3].map(|threads| RowTable::new(ROWS, 8, ROWS, threads).unwrap());
+        for (step, (rows, gradients)) in updates.iter().enumerate() {
+            let step = step as u64;
+            whole.update(step, rows, &[gradients], &RATES).unwrap();
+            for now in [true, false] {
+                let named = |&row: &i64| if (first >> row & 1 == 1) == now { row } else { LEFT_OUT };
+                let rows: Vec<i64> = rows.iter().map(named).collect();
+                halves.update(step, &rows, &[gradients], &RATES).unwrap();
+                if let Some(&row) = rows.iter().find(|&&row| row != LEFT_OUT) {
+                    let before = everything(&halves);
+                    let again = halves.update(step, &[row], &[&[1.0f32; 8]], &RATES);
+                    prop_assert!(again.unwrap_err().to_string().contains("had update"));
+                    prop_assert!(everything(&halves) == before);
+                }
+            }
+            let all: Vec<i64> = (0..ROWS).collect();
+            prop_assert!(gathered(&whole, &all) == gathered(&halves, &all));
+            prop_assert_eq!(whole.used(), halves.used());
+        }
+        let other = halves.update(
+            updates.len() as u64 - 1, &[], &[] as &[&[f32]], &Rates { beta2: 0.5, ..RATES }
+        );
+        prop_assert!(other.unwrap_err().to_string().contains("goes on with 0.5"));
+    }
+
+    #[test]
     fn registers_of_any_width_change_no_bit(
         numbers in prop::collection::vec(any::<u16>(), 4 * 72), old in prop::collection::vec(any::<u16>(), 3 * 72)
     ) {
         // Any bits but those of infinities and NaN.
         let finite = |numbers: Vec<u16>| numbers.into_iter().map(|x| x & !0x4000).collect::<Vec<_>>();
         let (gradients, old) = (finite(numbers), finite(old));
-        let keys = [0, 1, (1 << 32) | 2, (2 << 32) | 3];
+        let keys = [1 << 32, (1 << 32) | 1, (2 << 32) | 2, (3 << 32) | 3];
         let change = Change::new(&RATES, 4).unwrap();
         let mut decay = Decay::default();
         for beta in [0.5, 0.9, 0.9] {
@@ -180,10 +208,12 @@ proptest! {
         let mut table = RowTable::new(ROWS, 3, ROWS, 2).unwrap();
         table.update(0, &[2, 39], &[&[1.0f32; 6]], &RATES).unwrap();
         let before = everything(&table);
-        let fits = rows.iter().all(|row| (0..ROWS).contains(row));
+        let fits = rows.iter().all(|row| (LEFT_OUT..ROWS).contains(row));
         let mut out = vec![7; rows.len() * 3];
         prop_assert_eq!(table.gather(&rows, &mut out).is_ok(), fits);
-        prop_assert!(fits || out.iter().all(|&number| number == 7));
+        for (row, out) in rows.iter().zip(out.chunks(3)) {
+            prop_assert_eq!(*out == [7; 3], !fits || *row == LEFT_OUT);
+        }
         let updated = table.update(1, &rows, &[&vec![1.0f32; rows.len() * 3]], &RATES);
         prop_assert_eq!(updated.is_ok(), fits);
         prop_assert!(fits || everything(&table) == before);
