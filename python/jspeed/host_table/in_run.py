@@ -3,8 +3,8 @@ returns their gradients.
 
 A step's rows are gathered while the devices still compute the step before. Its gradients come back
 while they compute the next one. While the last step before an update is computed, rows that only
-earlier ones named are updated. The step after it waits for its gradients, for the update of the
-rows that it named, and then for those of its own rows that are among them.
+earlier ones named are updated. The step after it waits for its gradients, and for the update of the
+rows that it named.
 
 Rows and gradients lie in memory that devices copy from and to by themselves
 (:mod:`jspeed.host_table.pinned`).
@@ -110,7 +110,8 @@ class TablesOfRun:
         """Wait until the gradients of all steps have come back, and the updates are made.
 
         Raises :class:`BadInput` for one that failed, as of a table that is full."""
-        futures, self._futures, self._begun, self._later = self._futures, [], None, {}
+        futures, self._futures = self._futures, []
+        self._begun, self._later = None, {}
         for future in futures:
             future.result()
 
