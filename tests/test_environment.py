@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jspeed.cli.main import HONOURED, leave_out_settings, unfold_xla_flags
 from jspeed.model.layers import key_of
 from jspeed.parallel.mesh import find_devices
 
-from .multi_process import SAME_BITS, environment, said, shards
+from .call_script import Done
+from .multi_process import SAME_BITS, environment, metrics, said, shards
 from .toys import TINY
 
 OTHER = dict(
@@ -27,6 +29,24 @@ def test_a_key_is_jax_s_own(seed):
     usual = jax.random.key(np.uint32(seed), impl="threefry2x32")
     for found in (key_of(seed), key_of(jnp.uint32(seed)), jax.jit(key_of)(jnp.uint32(seed))):
         np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(usual))
+
+
+def jspeed(*words: object, cwd: Path | None = None, **variables: str) -> Done:
+    """The installed command, in a process with these variables besides."""
+    command = [sys.executable, "-m", "jspeed", *map(str, words)]
+    done = subprocess.run(
+        command, env=environment() | variables, cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def refused(tmp_path: Path, **variables: str) -> str:
+    """What a run with these variables says, which is a sentence and leaves no folder."""
+    run_dir = tmp_path / "run"
+    words = ["--data", shards(tmp_path / "shards"), "--run-dir", run_dir]
+    done = jspeed("run", "stdlib", *words, **variables)
+    assert done.code == 2 and done.err.count("\n") == 1 and not run_dir.exists(), done
+    return done.err
 
 
 CONSTANTS = """
@@ -86,13 +106,16 @@ def test_what_is_honoured_is_jax_s_own():
     assert known >= HONOURED, HONOURED - known
 
 
-def test_a_variable_that_jax_cannot_read_is_one_sentence():
-    settings = environment() | {"JAX_LOG_COMPILES": "maybe"}
-    words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--show-layout"]
-    done = subprocess.run(words, env=settings, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: JAX cannot read a variable (")
-    assert "LOG_COMPILES" in done.stderr
+def test_a_variable_that_jax_cannot_read_is_one_sentence(tmp_path):
+    said = refused(tmp_path, JAX_LOG_COMPILES="maybe")
+    assert said.startswith("error: JAX cannot read a variable (") and "LOG_COMPILES" in said
+
+
+OTHER_SETTINGS = """
+    JAX_DEFAULT_PRNG_IMPL=rbg JAX_RANDOM_SEED_OFFSET=5 JAX_ENABLE_X64=1
+    JAX_THREEFRY_PARTITIONABLE=0 JAX_TRANSFER_GUARD=disallow
+    JAX_NUMPY_DTYPE_PROMOTION=strict JAX_DEFAULT_MATMUL_PRECISION=bfloat16
+"""
 
 
 @pytest.mark.slow
@@ -104,60 +127,35 @@ def test_a_run_with_other_settings_is_the_same(tmp_path):
     (tmp_path / "numpy").mkdir()
     for name in ("jax.py", "random.py", "typing.py", "numpy/__init__.py"):
         (tmp_path / name).write_text("raise SystemExit(9)")
-    words = [sys.executable, *"-m jspeed run stdlib --no-progress --no-sample --steps 2".split()]
-    words += ["--data", shards(tmp_path / "shards")]
-    losses = []
-    for name, settings in (
-        ("usual", {}),
-        ("other", {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_RANDOM_SEED_OFFSET": "5", "JAX_ENABLE_X64":
-        "1",
-                   "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_TRANSFER_GUARD": "disallow",
-                   "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION":
-                   "bfloat16"}),
-    ):  # fmt: skip
-        folder = tmp_path / name
-        command = [*words, "--run-dir", folder, "--set", *TINY, "LAYERS=1", "EVAL_EVERY=1"]
-        none = {"JSPEED_CACHE": "/dev/null/none"} if settings else {}
-        given = {
-            "env": environment(**SAME_BITS) | settings | none,
-            "cwd": tmp_path if settings else None,
-        }
-        done = subprocess.run(command, **given, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("is left out") == len(settings)
-        assert done.stderr.count("programs that this run compiles are not kept") == len(none)
-        assert done.stderr.count("\n") == len(settings) + len(none)
-        losses.append(
-            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        )
-    of = [[line.get("train_loss", line.get("val_loss")) for line in lines] for lines in losses]
-    assert of[0] == of[1] and len(of[0]) > 2
+    words = "run stdlib --no-progress --no-sample --steps 2 --data".split()
+    words += [shards(tmp_path / "shards"), "--set", *TINY, "LAYERS=1", "EVAL_EVERY=1", "--run-dir"]
+    settings = dict(each.split("=") for each in OTHER_SETTINGS.split())
+    usual = jspeed(*words, tmp_path / "usual", **SAME_BITS)
+    none = {"JSPEED_CACHE": "/dev/null/none"}
+    other = jspeed(*words, tmp_path / "other", cwd=tmp_path, **SAME_BITS, **settings, **none)
+    assert usual.code == other.code == 0, usual.err + other.err
+    assert usual.err == ""
+    assert other.err.count("is left out") == len(settings)
+    assert other.err.count("programs that this run compiles are not kept") == 1
+    assert other.err.count("\n") == len(settings) + 1
+    for kind in ("train_loss", "val_loss"):
+        losses = metrics(tmp_path / "usual", kind)
+        assert metrics(tmp_path / "other", kind) == losses and len(losses) >= 2
 
 
 @pytest.mark.skipif(bool(find().gpus), reason="there are GPUs here")
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("nonsense", marks=pytest.mark.slow)])
 def test_a_platform_that_is_not_here_is_one_sentence(platform, tmp_path):
-    settings = environment() | {"JAX_PLATFORMS": platform}
-    words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True
-    )
-    assert (
-        done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
-    ), done.stderr
-    assert done.stderr.startswith(
-        f"error: JAX_PLATFORMS={platform}: JAX can use none of these here"
-    )
+    wanted = f"error: JAX_PLATFORMS={platform}: JAX can use none of these here"
+    assert refused(tmp_path, JAX_PLATFORMS=platform).startswith(wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(find().gpus), reason="there are GPUs here")
 def test_doctor_says_that_a_platform_is_not_here():
-    settings = environment() | {"JAX_PLATFORMS": "cuda"}
-    words = [sys.executable, "-m", "jspeed", "doctor"]
-    looked = subprocess.run(words, env=settings, capture_output=True, text=True)
-    assert looked.returncode == 0, looked.stderr
-    assert "JAX_PLATFORMS=cuda: JAX can use none" in looked.stdout
+    looked = jspeed("doctor", JAX_PLATFORMS="cuda")
+    assert looked.code == 0, looked.err
+    assert "JAX_PLATFORMS=cuda: JAX can use none" in looked.out
 
 
 @pytest.mark.parametrize(
@@ -183,16 +181,8 @@ def test_flags_that_xla_does_not_take(flags, fault, monkeypatch):
 
 
 def test_a_run_with_flags_that_xla_does_not_take_is_bad_input(tmp_path):
-    settings = environment() | {"XLA_FLAGS": "--xla_gone=1"}
-    words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True
-    )
-    assert (
-        done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
-    ), done.stderr
-    assert done.stderr.startswith("error: the XLA of jaxlib ")
-    assert "XLA_FLAGS: --xla_gone=1)" in done.stderr
+    said = refused(tmp_path, XLA_FLAGS="--xla_gone=1")
+    assert said.startswith("error: the XLA of jaxlib ") and "XLA_FLAGS: --xla_gone=1)" in said
 
 
 @pytest.mark.parametrize(
@@ -215,7 +205,5 @@ def test_a_file_of_flags_becomes_its_flags(written, unfolded, tmp_path):
     "columns", ["0", *(pytest.param(c, marks=pytest.mark.slow) for c in ("00", " "))]
 )
 def test_a_terminal_without_width_still_gets_the_text(columns):
-    settings = environment() | {"COLUMNS": columns}
-    words = [sys.executable, "-m", "jspeed", "leaderboard", "show"]
-    done = subprocess.run(words, env=settings, capture_output=True, text=True)
-    assert done.returncode == 0 and "stdlib" in done.stdout, done.stderr
+    done = jspeed("leaderboard", "show", COLUMNS=columns)
+    assert done.code == 0 and "stdlib" in done.out, done.err

@@ -32,6 +32,9 @@ QUICK = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 THOROUGH = settings(QUICK, max_examples=120)
+both = pytest.mark.parametrize(
+    "how", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 HOME = "home"  # where examples run; what is beside it nobody may write
 
 numbers = st.one_of(
@@ -103,14 +106,10 @@ values = st.one_of(
 sets = st.tuples(st.sampled_from(FIELDS) | texts, st.sampled_from(["=", "", "=="]), values).map(
     "".join
 )
+NUMBERED = ["--seed", "--steps", "--micro-batch", "--target-loss", "--max-minutes", "--profile"]
+NUMBERED += ["--checkpoint-every", "--processes", "--process-id"]
 flags = st.one_of(
-    st.tuples(
-        st.sampled_from(["--seed", "--steps", "--micro-batch", "--target-loss", "--max-minutes"]),
-        numbers,
-    ),
-    st.tuples(
-        st.sampled_from(["--checkpoint-every", "--profile", "--processes", "--process-id"]), numbers
-    ),
+    st.tuples(st.sampled_from(NUMBERED), numbers),
     st.tuples(st.just("--mesh"), meshes),
     st.tuples(st.just("--layout"), layouts),
     st.tuples(
@@ -120,8 +119,8 @@ flags = st.one_of(
         texts,
     ),
     st.tuples(st.just("--set"), sets),
-    st.tuples(
-        st.sampled_from(["--resume", "--no-sample", "--no-progress", "--sample", "--help", "-h"])
+    st.sampled_from("--resume --no-sample --no-progress --sample --help -h".split()).map(
+        lambda a: (a,)
     ),
 )
 json_values = st.recursive(
@@ -176,7 +175,8 @@ def snapshot(place: Path, writes: tuple[str, ...]) -> dict[str, bytes | None]:
     return found
 
 
-def try_command_lines(how: settings, place: Path) -> None:
+@both
+def test_command_lines(how: settings, place: Path) -> None:
     @how
     @given(st.lists(flags, max_size=4), names | st.just("stdlib"))
     def each(chosen, name):
@@ -186,31 +186,14 @@ def try_command_lines(how: settings, place: Path) -> None:
     each()
 
 
-def test_command_lines(place):
-    try_command_lines(QUICK, place)
-
-
-@pytest.mark.slow
-def test_many_command_lines(place):
-    try_command_lines(THOROUGH, place)
-
-
-def try_fields(how: settings, place: Path) -> None:
+@both
+def test_fields(how: settings, place: Path) -> None:
     @how
     @given(st.lists(sets, min_size=1, max_size=3))
     def each(fields):
         behaves(place, "speedrun.py", "stdlib", "--show-layout", "--set", *TOYS["stdlib"], *fields)
 
     each()
-
-
-def test_fields(place):
-    try_fields(QUICK, place)
-
-
-@pytest.mark.slow
-def test_many_fields(place):
-    try_fields(THOROUGH, place)
 
 
 # The other commands, as far as they come without a model, a network or another process: words,
@@ -260,7 +243,8 @@ OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
 ]
 
 
-def try_others(how: settings, place: Path) -> None:
+@both
+def test_other_commands(how: settings, place: Path) -> None:
     (place / "names.txt").write_text("ada\nbob\ncy\n")
     (place / "records").mkdir()
 
@@ -276,15 +260,6 @@ def try_others(how: settings, place: Path) -> None:
         shutil.rmtree(place / HOME / "out", ignore_errors=True)
 
     each()
-
-
-def test_other_commands(place):
-    try_others(QUICK, place)
-
-
-@pytest.mark.slow
-def test_many_other_commands(place):
-    try_others(THOROUGH, place)
 
 
 LINES = [
@@ -309,7 +284,9 @@ PYTHON = [
 ]
 
 
-def try_recipe_files(how: settings, place: Path) -> None:
+@both
+def test_recipe_files(how: settings, place: Path) -> None:
+    how = settings(QUICK, max_examples=8) if how is QUICK else how
     source = (
         (FOLDER / "stdlib.py").read_text().replace("import jax\n", "import sys\nimport jax\n", 1)
     )
@@ -326,19 +303,10 @@ def try_recipe_files(how: settings, place: Path) -> None:
     each()
 
 
-def test_recipe_files(place):
-    try_recipe_files(settings(QUICK, max_examples=8), place)
-
-
-@pytest.mark.slow
-def test_many_recipe_files(place):
-    try_recipe_files(THOROUGH, place)
-
-
-def try_plans(how: settings, place: Path) -> None:
+def test_plans(place: Path) -> None:
     """A plan that can be meant is stopped by what the run is given; the rest by what it says."""
 
-    @how
+    @QUICK
     @given(plans)
     def each(plan):
         behaves(place, "speedrun.py", "--plan", plan, "--steps", "0")
@@ -346,15 +314,11 @@ def try_plans(how: settings, place: Path) -> None:
     each()
 
 
-def test_plans(place):
-    try_plans(QUICK, place)
-
-
 GOOD = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "bos_id": 256, "files": []}
 
 
-def try_manifests(how: settings, place: Path) -> None:
-    @how
+def test_manifests(place: Path) -> None:
+    @QUICK
     @given(
         st.dictionaries(
             st.sampled_from([*GOOD, "symbols", "pad_id", "other"]), json_values, max_size=3
@@ -368,23 +332,17 @@ def try_manifests(how: settings, place: Path) -> None:
     each()
 
 
-def test_manifests(place):
-    try_manifests(QUICK, place)
+NOT_ALONE = ("--coordinator", "--processes", "--process-id")
 
 
 @pytest.mark.slow
 def test_whole_runs(place):
     """Flags that reach a run: a step of a toy, and what it writes lies in its run directory."""
 
+    alone = flags.filter(lambda flag: flag[0] not in NOT_ALONE)
+
     @settings(QUICK, max_examples=30)
-    @given(
-        st.lists(
-            flags.filter(
-                lambda flag: flag[0] not in ("--coordinator", "--processes", "--process-id")
-            ),
-            max_size=2,
-        )
-    )
+    @given(st.lists(alone, max_size=2))
     def each(chosen):
         words = [word for flag in chosen for word in flag]
         common = ["--data", place / "shards", "--steps", 1, "--no-sample", "--set", *TOYS["stdlib"]]

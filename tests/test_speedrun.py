@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree
 from pathlib import Path
@@ -17,58 +15,28 @@ import pytest
 from jspeed.cli import main
 from jspeed.errors import BadInput
 
-from .call_script import call
-from .multi_process import QUICK, SAME_BITS, words
+from . import multi_process
+from .call_script import Done, call
+from .data.on_disk import shard_bytes
+from .multi_process import SAME_BITS, ended, environment, metrics, start, toy, words
 from .toys import TOYS
-
-REPOSITORY = Path(__file__).parents[1]
-TOY = (
-    "WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 LANE_LEN=32 EVAL_LEN=32 EVAL_TOKENS=256".split()
-)
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def speedrun(cache: Path, tmp_path: Path):
-    def call(*arguments: str, script: str = "speedrun.py", **options):
-        command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
-        environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-        environment |= options.pop("compiled", QUICK) | dict(
-            JSPEED_CACHE=str(cache), JAX_PLATFORMS="cpu", COLUMNS="200"
-        )
-        start = options.pop("start", False)
-        settings = dict(cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE) | options
-        if start:
-            return subprocess.Popen(command, stderr=subprocess.PIPE, **settings)
-        return subprocess.run(command, stderr=subprocess.PIPE, timeout=900, **settings)
-
-    return call
-
-
-def write_shard(
-    path: Path, tokens: np.ndarray, magic=20240520, version=1, count=None, extra=b""
-) -> None:
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes() + extra)
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A small folder of bytes to train and validate on."""
-    folder = tmp_path / "shards"
-    for name, count in (("toy_train_000001.bin", 7000), ("toy_val_000000.bin", 400)):
-        write_shard(folder / name, np.append(256, np.frombuffer(words(count, count), np.uint8)))
-    return folder
+    return multi_process.shards(tmp_path / "shards")
 
 
-def toy(*more: str) -> list[str]:
-    return ["--no-sample", "--set", *TOY, *more]
+@pytest.fixture
+def speedrun(shards: Path, tmp_path: Path):
+    """``speedrun(name, *words)``: a process that runs in a folder of this name, and how it
+    ended."""
+
+    def call(name: str, *words: object, data: Path = shards, **variables: str) -> Done:
+        words = ("--data", data, "--run-dir", name, *words)
+        return Done(*ended([start(tmp_path, environment(**variables), *words)], 900)[0])
+
+    return call
 
 
 def read(run_dir: Path) -> dict:
@@ -77,16 +45,8 @@ def read(run_dir: Path) -> dict:
 
 def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp_path):
     run_dir = tmp_path / "run"
-    done = speedrun(
-        "--data",
-        shards,
-        "--run-dir",
-        run_dir,
-        "--target-loss",
-        "2.9",
-        *toy("STEPS=30", "EVAL_EVERY=10"),
-    )
-    assert done.returncode == 0, done.stderr
+    done = speedrun("run", "--target-loss", "2.9", *toy("STEPS=30", "EVAL_EVERY=10"))
+    assert done.code == 0, done.err
     run = read(run_dir)
     assert run["reached"] and run["status"] == "finished" and run["val_loss"] <= 2.9
     assert run["steps"] == run["planned_steps"] == 30 and run["tokens"] == 30 * 8 * 32
@@ -119,8 +79,8 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 10, 20, 30]
     assert xml.etree.ElementTree.parse(run_dir / "loss.svg").getroot().tag.endswith("svg")
     assert json.loads((run_dir / "config.json").read_text())["fields"]["WIDTH"] == 32
-    assert done.stdout.splitlines()[-1].startswith(f"{run['val_loss']:.4f} nats/")
-    assert "8 lanes x 32 tokens" in done.stdout
+    assert done.out.splitlines()[-1].startswith(f"{run['val_loss']:.4f} nats/")
+    assert "8 lanes x 32 tokens" in done.out
 
     added = call(tmp_path, "leaderboard.py", "add", run_dir, "--records", "records")
     assert added.code == 0, added.err
@@ -133,8 +93,9 @@ def gpt2_like_shards(folder: Path) -> Path:
     rng, text = np.random.default_rng(0), np.frombuffer(words(13_000, 0), np.uint8)
     ends = np.cumsum(rng.integers(20, 70, 1200))
     documents = [np.append(5, piece) for piece in np.split(text, ends)[:-1]]
-    write_shard(folder / "toy_train_000001.bin", np.concatenate(documents[50:]))
-    write_shard(folder / "toy_val_000000.bin", np.concatenate(documents[:50]))
+    folder.mkdir()
+    for name, part in (("train_000001", documents[50:]), ("val_000000", documents[:50])):
+        (folder / f"toy_{name}.bin").write_bytes(shard_bytes(np.concatenate(part)))
     return folder
 
 
@@ -144,56 +105,39 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
     rates are made for more steps; its tables are updated row by row, and averages take its weights'
     place; from the start it copies; and it is told what followed a context before.
     """
-    folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
+    folder = gpt2_like_shards(tmp_path / "gpt2")
     sets = [
         *TOYS["jspeed3"],
         *"RETRIEVAL=(2,4) FP8=on STEPS=(8,16) COMPUTE=bfloat16 EVAL_EVERY=12".split(),
     ]
     flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
-    done = speedrun("jspeed3", "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
-    assert done.returncode == 0, done.stderr
-    run = read(run_dir)
+    done = speedrun("run", "jspeed3", *flags, "--set", *sets, data=folder)
+    assert done.code == 0, done.err
+    run = read(tmp_path / "run")
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"
     assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=6e-2)
     assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
-    assert "xla, FP8 emulated" in done.stdout, done.stdout
-    assert "stage 2" in done.stdout, done.stdout
-    said = " ".join(done.stdout.split())
-    assert "lanes (rows of a batch)" in said and "gradients accumulated" in said, done.stdout
+    said = " ".join(done.out.split())
+    for part in ("xla, FP8 emulated", "stage 2", "gradients accumulated"):
+        assert part in said, done.out
+    assert "lanes (rows of a batch)" in said, done.out
 
 
 def test_more_documents_than_attention_has_room_for(refused, tmp_path):
     folder = gpt2_like_shards(tmp_path / "shards")
     sets = [*TOYS["r21"], "MAX_DOCS=1", "LANE_LEN=64", "EVAL_LEN=320"]
-    refused(
-        ["a validation row of 320 tokens holds", "room for 5"],
-        "r21",
-        "--data",
-        folder,
-        "--set",
-        *sets,
-    )
+    words = ["a validation row of 320 tokens holds", "room for 5"]
+    refused(words, "r21", "--data", folder, "--set", *sets)
 
 
 @pytest.mark.slow
-def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
+def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, tmp_path):
     def losses(name: str, *arguments: str) -> list[float]:
-        run_dir = tmp_path / name
-        words = [
-            "--data",
-            shards,
-            "--run-dir",
-            run_dir,
-            "--steps",
-            10,
-            *arguments,
-            *toy("EVAL_EVERY=50"),
-        ]
-        done = speedrun(*words, compiled=SAME_BITS)
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [line["train_loss"] for line in lines if "train_loss" in line]
+        words = ["--steps", 10, *arguments, *toy("EVAL_EVERY=50")]
+        done = speedrun(name, *words, **SAME_BITS)
+        assert done.code == 0, done.err
+        return [*metrics(tmp_path / name).values()]
 
     one = losses("one")
     assert losses("again") == one
@@ -202,34 +146,29 @@ def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_missed_target_exits_1_and_a_run_cut_short_0(speedrun, shards, tmp_path):
-    missed = speedrun(
-        "--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2")
-    )
-    assert missed.returncode == 1 and not read(tmp_path / "a")["reached"]
-    short = speedrun("--data", shards, "--run-dir", tmp_path / "b", "--steps", "2", *toy("STEPS=9"))
-    assert short.returncode == 0 and read(tmp_path / "b")["status"] == "stopped"
-    refused = speedrun(
-        "add", tmp_path / "b", "--records", tmp_path / "records", script="leaderboard.py"
-    )
-    assert refused.returncode == 2 and not (tmp_path / "records").exists()
-    late = speedrun(
-        "--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900")
-    )
-    assert late.returncode == 1 and read(tmp_path / "c")["status"] == "stopped"
+def test_a_missed_target_exits_1_and_a_run_cut_short_0(speedrun, tmp_path):
+    missed = speedrun("a", "--target-loss", "0.01", *toy("STEPS=2"))
+    assert missed.code == 1 and not read(tmp_path / "a")["reached"]
+    short = speedrun("b", "--steps", "2", *toy("STEPS=9"))
+    assert short.code == 0 and read(tmp_path / "b")["status"] == "stopped"
+    added = call(tmp_path, "leaderboard.py", "add", "b", "--records", "records")
+    assert added.code == 2 and not (tmp_path / "records").exists()
+    late = speedrun("c", "--max-minutes", "0.0001", *toy("STEPS=900"))
+    assert late.code == 1 and read(tmp_path / "c")["status"] == "stopped"
 
 
-def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
+def test_ctrl_c_leaves_a_record(shards, tmp_path):
     run_dir = tmp_path / "run"
-    process = speedrun("--data", shards, "--run-dir", run_dir, *toy("STEPS=100000"), start=True)
-    metrics = run_dir / "metrics.jsonl"
+    words = ["--data", shards, "--run-dir", run_dir, *toy("STEPS=100000")]
+    process = start(tmp_path, environment(), *words)
+    written = run_dir / "metrics.jsonl"
     for _ in range(600):
-        if metrics.exists() and metrics.read_text().count("\n") > 5:
+        if written.exists() and written.read_text().count("\n") > 5:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    ((code, out, err),) = ended([process], 60)
+    assert code == 130, err
     run = read(run_dir)
     assert run["status"] == "interrupted" and not run["reached"] and run["steps"] > 3
     assert "Traceback" not in err and "interrupted after" in out
@@ -238,29 +177,21 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
 @pytest.mark.slow
 def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_path):
     # The first shard is read before the run starts.
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(
-        np.uint16
-    )
-    text[-1000:] = 300
-    write_shard(shards / "toy_train_000002.bin", text)
-    run_dir = tmp_path / "run"
-    done = speedrun("--data", shards, "--run-dir", run_dir, *toy("STEPS=500"))
-    assert done.returncode == 2 and "300" in done.stderr and done.stderr.startswith("error: ")
-    run = read(run_dir)
+    text = b"the quick brown fox jumps over the lazy dog. " * 800
+    tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
+    tokens[-1000:] = 300
+    (shards / "toy_train_000002.bin").write_bytes(shard_bytes(tokens))
+    done = speedrun("run", *toy("STEPS=500"))
+    assert done.code == 2 and "300" in done.err and done.err.startswith("error: ")
+    run = read(tmp_path / "run")
     assert run["status"] == "interrupted" and 0 < run["steps"] < 500 and run["val_loss"] is None
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
-    done = speedrun(
-        "--data",
-        shards,
-        "--run-dir",
-        tmp_path / "r",
-        *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"),
-    )
+def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, tmp_path):
+    done = speedrun("r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"))
     run = read(tmp_path / "r")
-    assert done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None
+    assert done.code == 1 and run["status"] == "diverged" and run["val_loss"] is None
     assert run["steps"] < 50
 
 
@@ -282,53 +213,28 @@ def refused(tmp_path: Path, monkeypatch, capfd):
     return call
 
 
-GOOD = np.full(5000, 1)
+# Each way in which a header can be wrong is in tests/data/test_shards.py.
 BAD_SHARDS = {
-    "wrong magic": (dict(tokens=GOOD, magic=7), "magic"),
-    "wrong version": (dict(tokens=GOOD, version=2), "version"),
-    "short body": (dict(tokens=GOOD, count=6000), "6000"),
-    "trailing bytes": (dict(tokens=GOOD, extra=b"xx"), "5000"),
-    "zero tokens": (dict(tokens=GOOD[:0]), "token"),
-    "token id": (dict(tokens=GOOD * 300), "300"),
-    "token id in training": (dict(tokens=GOOD * 300), "300"),
-    "too short for a row": (dict(tokens=GOOD[:9]), "there are 9"),
-    "too short for a batch": (dict(tokens=GOOD[:9]), "8 lane windows"),
+    "wrong magic": ("train", shard_bytes(np.full(5000, 1), magic=7), "magic"),
+    "short body": ("val", shard_bytes(np.full(5000, 1), count=6000), "6000"),
+    "token id": ("val", shard_bytes(np.full(5000, 300)), "300"),
+    "token id in training": ("train", shard_bytes(np.full(5000, 300)), "300"),
+    "too short for a row": ("val", shard_bytes(np.full(9, 1)), "there are 9"),
+    "too short for a batch": ("train", shard_bytes(np.full(9, 1)), "8 lane windows"),
 }
-SPLITS = ["train", "val", "train", "val", "train", "val", "train", "val", "train"]
 
 
-@pytest.mark.parametrize(("name", "split"), list(zip(BAD_SHARDS, SPLITS, strict=True)))
-def test_bad_shards(refused, shards, name, split):
-    arguments, word = BAD_SHARDS[name]
-    write_shard(next(shards.glob(f"*_{split}_*")), **arguments)
+@pytest.mark.parametrize("name", BAD_SHARDS)
+def test_bad_shards(refused, shards, name):
+    split, content, word = BAD_SHARDS[name]
+    next(shards.glob(f"*_{split}_*")).write_bytes(content)
     refused([f"_{split}_", word], "--data", shards, *toy("STEPS=2"))
 
 
-@pytest.mark.parametrize(
-    ("words", "arguments"),
-    [
-        (["stdlbi", "did you mean 'stdlib'"], ["stdlbi"]),
-        (["mine.py", "does not exist"], ["mine.py"]),
-        (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
-        (["WIDTH=wide", "whole number"], ["--set", "WIDTH=wide"]),
-        (["nowhere", "jspeed prepare"], ["--data", "nowhere"]),
-        (["2048 tokens", "100"], ["--micro-batch", "100"]),
-        (["--layout tpp", "dp"], ["--layout", "tpp"]),
-        (["--steps", "0"], ["--steps", "0"]),
-        (["--seed", "-1"], ["--seed", "-1"]),
-        (["fineweb", "--data DIR"], ["fineweb-cpu"]),
-    ],
-)
-def test_bad_arguments(refused, words, arguments):
-    refused(words, *arguments)
-
-
 def test_bad_input_is_a_sentence_and_exit_code_2(speedrun):
-    done = speedrun("--mesh", "data=3")
-    assert (
-        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    ), done.stderr
-    assert "3 devices" in done.stderr and "2048 tokens" in done.stderr
+    done = speedrun("run", "--mesh", "data=3")
+    assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done
+    assert "3 devices" in done.err and "2048 tokens" in done.err
 
 
 def test_bad_folders(refused, shards, tmp_path):
