@@ -27,6 +27,7 @@ from jspeed._dataloader import header
 from jspeed.base.compile_cache import use_compile_cache
 from jspeed.base.compiler import FP8_CALL, custom_calls, memory_needed, options_for
 from jspeed.base.jax_versions import loaded_cudnn
+from jspeed.kernels.preflight.fall_back import preflight
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.parallel import DEFAULT_LAYOUT
@@ -39,7 +40,6 @@ from jspeed.record.sizes import scored_shape
 from jspeed.run.clock import now, utc_now
 from jspeed.run.compute.device import device_of, with_kernels_asked_for
 from jspeed.run.compute.division import place
-from jspeed.run.compute.preflight import preflight
 from jspeed.run.find_recipe import find
 
 STEPS = 100  # timed one by one, and again in a row

@@ -112,18 +112,18 @@ def stages(names: Iterable[str]) -> list[Task]:
 def preflights() -> dict[str, Callable[[], str | None]]:
     """The checks of a run's preflight by their names; XLA's own attention is no candidate here."""
     from jspeed.kernels import OWN
-    from jspeed.run.compute import preflight_checks
+    from jspeed.kernels.preflight import checks as of_preflight
 
-    checks: dict[str, Callable[[], str | None]] = {"preflight FP8": preflight_checks.fp8_error}
+    checks: dict[str, Callable[[], str | None]] = {"preflight FP8": of_preflight.fp8_error}
     for kernel in sorted(OWN):
-        check = partial(preflight_checks.own_kernel_error, kernel)
+        check = partial(of_preflight.own_kernel_error, kernel)
         checks[f"preflight own kernel {kernel}"] = check
     kinds: dict[str, dict[str, bool]] = {"packed": {}, "causal": {"packed": False}}
     bounded = {"longest document": {"bounded": True}, "documents tagged": {"tagged": True}}
     for backend in BACKENDS:
         for kind, how in (kinds | (bounded if backend == "cudnn" else {})).items():
             checks[f"preflight {backend}, {kind}"] = partial(
-                preflight_checks.attention_error, backend, 128, **{"packed": True} | how
+                of_preflight.attention_error, backend, 128, **{"packed": True} | how
             )
     return checks
 

@@ -5,14 +5,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels import OWN
+from jspeed.kernels.preflight import checks
 from jspeed.model.custom_kernels import own_kernel
-from jspeed.run.compute import preflight_checks
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_examples_of_a_kernel_compile(mesh, name):
     there = NamedSharding(mesh(1), PartitionSpec())
-    examples = own_kernel(name).examples(preflight_checks.KERNEL_SIZES)
+    examples = own_kernel(name).examples(checks.KERNEL_SIZES)
     for part, (own, _, arrays) in examples.items():
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arrays

@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     def compiled(*_):
         raise Compiled
 
-    monkeypatch.setattr(setup, "compile_or_fall_back", compiled)
+    monkeypatch.setattr(setup, "compile_and_warm_up", compiled)
     return shards(tmp_path / "shards")
 
 

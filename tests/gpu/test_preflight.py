@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from jspeed.kernels import OWN, attention_backends, own_kernels
+from jspeed.kernels.preflight import checks
 from jspeed.model.custom_kernels import Attending, available
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import NATIVE_FP8, chip_of
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 def test_attention(backend, packed, width):
     if backend not in available(chip_of(jax.devices()[0]), Attending(packed)).attention:
         pytest.skip(f"this device is not given {backend}")
-    assert preflight_checks.attention_error(backend, width, packed) is None
+    assert checks.attention_error(backend, width, packed) is None
 
 
 @pytest.mark.parametrize("how", ["bounded", "tagged"])
@@ -28,23 +28,23 @@ def test_cudnns_rows_and_tags(how):
     """Whose gradients are those of near keys alone."""
     if not own_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
-    assert preflight_checks.attention_error("cudnn", 128, packed=True, **{how: True}) is None
+    assert checks.attention_error("cudnn", 128, packed=True, **{how: True}) is None
 
 
 def test_fp8():
     if (chip_of(jax.devices()[0]).capability or (0,)) < NATIVE_FP8:
         pytest.skip("this GPU has no FP8 matmuls")
-    assert preflight_checks.fp8_error() is None
+    assert checks.fp8_error() is None
 
 
 @pytest.mark.parametrize("kernel", sorted(OWN))
 def test_own_kernels(kernel):
     if not own_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
-    assert preflight_checks.own_kernel_error(kernel) is None
+    assert checks.own_kernel_error(kernel) is None
 
 
 def test_collectives():
     if jax.device_count() < 2:
         pytest.skip("one device")
-    assert preflight_checks.collectives_error(make_mesh()) is None
+    assert checks.collectives_error(make_mesh()) is None

@@ -13,7 +13,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.run import setup
 from jspeed.run.clock import Clock
-from jspeed.run.compute import device, preflight, program, side_by_side
+from jspeed.run.compute import device, program, side_by_side, warm_up
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -146,15 +146,15 @@ def options(tmp_path, monkeypatch):
 
 
 def test_a_warm_up_without_room_is_followed_by_a_smaller_program(options, monkeypatch, capsys):
-    tried, warm_up = [], preflight.warm_up
+    tried, whole = [], warm_up.warm_up
 
     def short(made, *rest):
         tried.append((made.parts[-1], made.need))
         if len(tried) == 1:
             raise FULL
-        warm_up(made, *rest)
+        whole(made, *rest)
 
-    monkeypatch.setattr(preflight, "warm_up", short)
+    monkeypatch.setattr(warm_up, "warm_up", short)
     assert train(options) == 0
     (first, more), (second, less) = tried
     assert second > first and less < more
@@ -167,7 +167,7 @@ def test_a_warm_up_that_never_has_room_is_one_sentence(options, monkeypatch):
     def full(*_):
         raise FULL
 
-    monkeypatch.setattr(preflight, "warm_up", full)
+    monkeypatch.setattr(warm_up, "warm_up", full)
     lane = dataclasses.replace(options, set_=(*options.set_, "LANES=1"))  # few ways to divide it
     with pytest.raises(BadInput, match="recipe stdlib needs .* GB a device"):
         train(lane)

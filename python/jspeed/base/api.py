@@ -44,7 +44,11 @@ NAMES = {
         "open_shards",
         "split_of",
     ),
-    "jspeed.model.attention": ("find_documents",),
+    "jspeed.model.attention": (
+        "attention",
+        "find_documents",
+        "tags",
+    ),
     "jspeed.model.custom_kernels": (
         "Attending",
         "Backend",
@@ -58,6 +62,7 @@ NAMES = {
         "Run",
         "Sizes",
         "label",
+        "own_kernel",
         "price",
     ),
     "jspeed.model": (
@@ -180,12 +185,20 @@ NAMES = {
         "steps_of",
         "updates",
     ),
+    "jspeed.run.compute.checked": (
+        "Build",
+        "Preflight",
+    ),
     "jspeed.run.compute.device": (
         "Device",
+        "GPUS",
         "GPU_MICRO_BATCH",
         "Placement",
         "USABLE",
         "device_of",
+        "has_bounded_documents",
+        "has_document_masks",
+        "head_width",
         "platform_problem",
     ),
     "jspeed.run.compute.division": (
@@ -206,20 +219,12 @@ NAMES = {
         "tables_on_host",
     ),
     "jspeed.run.compute.inside": ("Inside",),
-    "jspeed.run.compute.known_faults": (
-        "MIN_SCATTER_UPDATES",
-        "has_cas_scatter",
-        "scalar_scatters",
-    ),
-    "jspeed.run.compute.preflight": (
-        "Preflight",
-        "preflight",
-    ),
     "jspeed.run.compute": ("program",),
     "jspeed.run.compute.program": (
         "Program",
         "check_state_fits",
         "compile_evaluation",
+        "compile_program",
         "eval_context",
         "eval_parts",
         "local_bytes",
@@ -227,7 +232,10 @@ NAMES = {
     ),
     "jspeed.run.compute.score": ("losses",),
     "jspeed.run.compute.step": ("to_compute_dtype",),
-    "jspeed.run.console": ("opening",),
+    "jspeed.run.console": (
+        "opening",
+        "waiting",
+    ),
     "jspeed.run": ("evaluate",),
     "jspeed.run.evidence.carried": ("carried",),
     "jspeed.run.evidence.foreign_code": ("allow",),

@@ -1,10 +1,11 @@
 """Compile a lowered program with jspeed's XLA options, and measure the memory that it needs of a
 device."""
 
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,6 +44,16 @@ FP8_CALL = "__cublas$lt$matmul$f8"  # the custom call of an FP8 matmul
 # compiles track3 for eight v6e in a minute; with libtpu's own default it had not after two hours.
 TPU_OPTIONS: dict[str, Any] = {"optimization_level": 9}
 EFFORT = "JAX_OPTIMIZATION_LEVEL"
+
+# releases of jaxlib, from the first to before the fixed one, that add single fp32 numbers on a GPU
+# by compare-and-swap (jax issue 38806)
+CAS_SCATTERS = (0, 10, 2), (0, 11, 1)
+MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
+RESULT = re.compile(r"%?([\w.-]+) = f32\[([\d,]*)\]")
+SCATTER = re.compile(
+    r"%?([\w.-]+) = f32\[[\d,]*\]\S* scatter\(.*?([\w.-]+)\),"
+    r" .*?update_window_dims=\{([\d,]*)\}(.*)"
+)
 
 
 class DoesNotFit(BadInput):
@@ -130,3 +141,33 @@ def memory_needed(step: jax.stages.Compiled) -> int:
         return sizes.peak_memory_in_bytes
     arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return arrays + sizes.temp_size_in_bytes
+
+
+def has_cas_scatter() -> bool:
+    """Whether the installed jaxlib compiles what :func:`scalar_scatters` finds to loops of
+    compare-and-swap."""
+    first, fixed = CAS_SCATTERS
+    return first <= tuple(map(int, re.findall(r"\d+", jax.lib.__version__)[:3])) < fixed
+
+
+def scalar_scatters(text: str) -> Iterator[tuple[str, int]]:
+    """Yield (name, updates) of the scatters of many single fp32 numbers in optimised HLO, of which
+    several may meet."""
+    # The text has megabytes of kernels, in which a pattern would begin at every word.
+    lines = [line for line in text.splitlines() if " = f32[" in line]
+    scatters = [SCATTER.search(line) for line in lines if " scatter(" in line]
+    if not scatters:
+        return
+    results = filter(None, map(RESULT.search, lines))
+    shapes = {
+        name: tuple(map(int, filter(None, dims.split(","))))
+        for name, dims in (each.groups() for each in results)
+    }
+    for name, update, window, rest in (each.groups() for each in scatters if each):
+        dims = shapes.get(update, ())
+        updates, at_once = (
+            math.prod(dims),
+            math.prod(dims[int(dim)] for dim in window.split(",") if dim),
+        )
+        if at_once == 1 and updates >= MIN_SCATTER_UPDATES and "unique_indices=true" not in rest:
+            yield name, updates

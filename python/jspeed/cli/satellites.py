@@ -52,6 +52,7 @@ HOOKS = (
     "jspeed.board.hooks",
     "jspeed.inference.hooks",
     "jspeed.host_table.hooks",
+    "jspeed.kernels.preflight.hooks",
 )
 SHARDS = "jspeed.corpus.shards.show"  # ``python -m jspeed.data``
 SERIES = "jspeed.board.series.preregistered"  # ``jspeed run --plan``

@@ -25,8 +25,8 @@ from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run import evaluate
 from jspeed.run.clock import utc_now
+from jspeed.run.compute.checked import Preflight
 from jspeed.run.compute.inside import Inside
-from jspeed.run.compute.preflight import Preflight
 from jspeed.run.compute.program import Program, compile_evaluation, state_shardings
 from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from jspeed.base.files import EVALUATION_OF_LLM_C, read_input, read_text
+from jspeed.cli.satellites import hooks
 from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer, gpt2_byte_pairs
 from jspeed.data import find_split
@@ -25,7 +26,6 @@ from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.gradients import weigh
-from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.score import losses as losses_of_logits
 from jspeed.run.setup import open_stream
@@ -90,7 +90,8 @@ def validate(
         )
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
     placement = Placement(model.mesh, DEFAULT_LAYOUT, device_of(model.mesh, recipe=recipe))
-    placement = preflight(recipe, placement, {}, Console(stderr=True, highlight=False)).placement
+    console = Console(stderr=True, highlight=False)
+    placement = hooks().preflight(recipe, placement, {}, console).placement
     evaluate.check_documents(rows, recipe, eval_context(recipe, placement.device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
     padded, run = compile_evaluation(recipe, placement, placement.device.micro_batch, len(rows))

@@ -1,7 +1,8 @@
 """Kernels for GPUs and TPUs, own ones and libraries': attention, QK-norm, XSA, FP8, MLPs, sums.
 
-Nothing else imports this folder: :mod:`jspeed.model.custom_kernels` finds it. A file states in
-``OWN`` the kernels that replace parts of recipes, and in ``price`` what its kernels cost.
+Nothing else imports this folder: :mod:`jspeed.model.custom_kernels` finds it, and a run its
+``preflight``. A file states in ``OWN`` the kernels that replace parts of recipes, and in ``price``
+what its kernels cost.
 """
 
 from collections.abc import Mapping

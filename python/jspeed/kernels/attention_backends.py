@@ -74,7 +74,7 @@ def cudnn(
     as a lane: of the softmax statistic, fp32 ``[B * max_docs, H, T]``, 100 MB a layer for 8 lanes
     of 8,192 tokens, 64 documents, 6 heads; and in the backward pass of workspace, fp32 ``[B *
     max_docs, H, T, K]``. Versions of cuDNN that are known to be wrong:
-    :mod:`jspeed.run.compute.known_faults`.
+    :mod:`jspeed.kernels.preflight.known_faults`.
 
     Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and
     newer: 256), arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.

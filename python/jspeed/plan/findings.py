@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from jspeed.base.compiler import MIN_SCATTER_UPDATES, scalar_scatters
 from jspeed.base.jax_versions import source_line
 from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
@@ -22,7 +23,6 @@ from jspeed.plan.cost import Kernel, in_optimizer
 from jspeed.plan.cudnn.ask import Answers
 from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
 from jspeed.recipe import SMALL, Recipe, leaves
-from jspeed.run.compute.known_faults import MIN_SCATTER_UPDATES, scalar_scatters
 
 # Thresholds are choices, not measurements.
 MAX_REDUNDANCY = 1.5  # times the FLOPs that a matmul needs

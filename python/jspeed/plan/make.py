@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jspeed.base.compiler import has_cas_scatter
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh
@@ -35,7 +36,6 @@ from jspeed.record.sizes import parameter_count, scored_heads
 from jspeed.run.compute import program
 from jspeed.run.compute.device import USABLE
 from jspeed.run.compute.division import divisions
-from jspeed.run.compute.known_faults import has_cas_scatter
 from jspeed.run.find_recipe import LoadedRecipe
 
 BOUNDS = [

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from jspeed.errors import BadInput
 from jspeed.recipe import Recipe
 from jspeed.record.schema import PlaceInPlan, Unsealed
 from jspeed.run import export
+from jspeed.run.compute import checked
+from jspeed.run.compute.checked import Build, Preflight
+from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.host_tables import HostTables
+from jspeed.run.compute.program import Program
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.options import Options
 
@@ -74,6 +80,11 @@ class Hooks:
     Of tables: ``host_tables(recipe)`` makes those of ``recipe.on_host`` in the host's memory,
     before anything is compiled. Raises BadInput where they do not fit.
 
+    Of devices: ``preflight(recipe, placement, fields, console)`` returns what of a device works.
+    ``compiled(recipe, that, evaluation's rows, fields, console, build)`` makes the programs of it,
+    with less where they cannot be compiled. All processes call both, and agree. ``faults(device,
+    whether documents are packed, the programs' texts)`` names versions that are known to be bad.
+
     Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
     ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
     beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
@@ -90,6 +101,14 @@ class Hooks:
     read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
     departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
     host_tables: Callable[[Recipe], HostTables] = no_host_tables
+    preflight: Callable[[Recipe, Placement, Mapping[str, Any], Console], Preflight] = (
+        checked.unchecked
+    )
+    compiled: Callable[
+        [Recipe, Preflight, int, Mapping[str, Any], Console, Build | None],
+        tuple[Program, Preflight],
+    ] = checked.compile_together
+    faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
     planned: Callable[[Path | None], bool] = unplanned
     place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing

@@ -36,6 +36,7 @@ from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute import host_tables
+from jspeed.run.compute.checked import Preflight
 from jspeed.run.compute.device import (
     Device,
     Placement,
@@ -48,14 +49,6 @@ from jspeed.run.compute.device import (
 )
 from jspeed.run.compute.division import memory_notes, place
 from jspeed.run.compute.host_tables import HostTables
-from jspeed.run.compute.known_faults import known_faults
-from jspeed.run.compute.preflight import (
-    Preflight,
-    compile_or_fall_back,
-    count_kernels,
-    preflight,
-    warm_up_fits,
-)
 from jspeed.run.compute.program import (
     Program,
     check_state_fits,
@@ -64,6 +57,7 @@ from jspeed.run.compute.program import (
 )
 from jspeed.run.compute.saved import saved_or_compiled
 from jspeed.run.compute.step import State, fetcher, with_parameters
+from jspeed.run.compute.warm_up import warm_up_fits
 from jspeed.run.evidence.foreign_code import remember
 from jspeed.run.evidence.stream import Facts, facts
 from jspeed.run.find_recipe import LoadedRecipe, load_recipe
@@ -137,6 +131,7 @@ def set_up(
     (:mod:`jspeed.run.compute.saved`)."""
     planned = hooks.planned(options.run_dir)
     use_compile_cache(planned)
+    saves = saves and not planned
     loaded, placement = load_recipe_and_placement(options, hooks)
     tables = hooks.host_tables(loaded.recipe) if loaded.recipe.on_host else None
     first_params = None
@@ -152,7 +147,7 @@ def set_up(
     checked = Preflight(placement)
     if options.preflight:
         with clock.section("preflight"):
-            checked = preflight(loaded.recipe, placement, loaded.fields, console)
+            checked = hooks.preflight(loaded.recipe, placement, loaded.fields, console)
     commit, code = provenance.git(), provenance.code()
     plan = hooks.place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
@@ -162,9 +157,9 @@ def set_up(
         say_opening(options, loaded, checked, data, console, hooks)
         output.notes(console, provenance.why_no_commit(commit))
         program, validation, initial, checked = compile_and_warm_up(
-            options, loaded, checked, data.rows, clock, console, saves and not planned, tables
+            options, loaded, checked, data.rows, clock, console, hooks, saves, tables
         )
-        say_fallbacks(loaded.recipe, program, checked, console)
+        say_fallbacks(loaded.recipe, program, checked, console, hooks)
         with clock.section("initial state"):
             state, after = first_state(
                 options, loaded.recipe, program, checked.placement, first_params, directory
@@ -347,6 +342,7 @@ def compile_and_warm_up(
     rows: np.ndarray,
     clock: Clock,
     console: Console,
+    hooks: Hooks,
     saves: bool,
     tables: HostTables | None = None,
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
@@ -357,10 +353,9 @@ def compile_and_warm_up(
     build = partial(saved_or_compiled, loaded, rows=len(rows)) if saves else None
     while True:
         with clock.section("compile"):
-            program, checked = compile_or_fall_back(
+            program, checked = hooks.compiled(
                 recipe, checked, len(rows), loaded.fields, console, build
             )
-            checked = count_kernels(program, checked, loaded.fields, console)
             if options.accuracy:
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
                 program = replace(program, accuracy=counted)
@@ -380,7 +375,9 @@ def compile_and_warm_up(
         )
 
 
-def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console: Console) -> None:
+def say_fallbacks(
+    recipe: Recipe, program: Program, checked: Preflight, console: Console, hooks: Hooks
+) -> None:
     """Print how the compiled steps take less memory than the opening says, and which known faults
     they meet."""
     if program.parts != checked.placement.parts:
@@ -390,7 +387,8 @@ def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console:
         recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
     )
     output.notes(console, *(f"{note}: the same training in less memory" for note in fallbacks))
-    output.notes(console, *known_faults(checked.device, has_document_masks(recipe), program.texts))
+    packed = has_document_masks(recipe)
+    output.notes(console, *hooks.faults(checked.device, packed, program.texts))
 
 
 def first_state(

@@ -21,7 +21,7 @@ from jspeed.run import evaluate
 from jspeed.run.compute import accumulators, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
-from jspeed.run.compute.preflight import warm_up
+from jspeed.run.compute.warm_up import warm_up
 from jspeed.run.find_recipe import find
 
 from ...toys import SAME, TOYS, moved_parameters

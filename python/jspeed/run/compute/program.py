@@ -105,7 +105,7 @@ class Program:
 
     @property
     def warm_up_steps(self) -> int:
-        """Steps that :func:`jspeed.run.compute.preflight.warm_up` makes."""
+        """Steps that :func:`jspeed.run.compute.warm_up.warm_up` makes."""
         return WARM_UPS * sum(map(len, self.steps))
 
     def texts(self) -> Iterator[str]:

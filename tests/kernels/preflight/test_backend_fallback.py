@@ -9,16 +9,20 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.kernels import attention_backends
+from jspeed.kernels.preflight import checks
+from jspeed.kernels.preflight.hooks import add
 from jspeed.model.attention import attention
 from jspeed.model.custom_kernels import Refused
 from jspeed.run import setup
-from jspeed.run.compute import device, preflight_checks
+from jspeed.run.compute import device
+from jspeed.run.hooks import NO_HOOKS
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
-from ..data.on_disk import shard_bytes
-from ..toys import TOYS
+from ...data.on_disk import shard_bytes
+from ...toys import TOYS
 
+HOOKS = add(NO_HOOKS)
 SETS = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
 
 
@@ -45,7 +49,7 @@ def options(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for name in ("t_train_000.bin", "t_val_000.bin"):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
-    monkeypatch.setattr(preflight_checks, "LENGTH", 32)
+    monkeypatch.setattr(checks, "LENGTH", 32)
 
     def here(mesh, asked, recipe):
         rest = () if asked else ("xla",)
@@ -67,7 +71,7 @@ def options(tmp_path, monkeypatch):
 
 
 def result(options):
-    train(options)
+    train(options, HOOKS)
     return json.loads((options.run_dir / "run.json").read_text())
 
 
@@ -91,10 +95,10 @@ def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsy
 def test_a_backend_that_was_asked_for_or_none_at_all_is_refused(options, monkeypatch):
     monkeypatch.setattr(attention_backends, "cudnn", refuses)
     with pytest.raises(BadInput, match="--attention cudnn: Refused: not here"):
-        train(options("asked", attention="cudnn"))
-    monkeypatch.setattr(preflight_checks, "attention", refuses)
+        train(options("asked", attention="cudnn"), HOOKS)
+    monkeypatch.setattr(checks, "attention", refuses)
     with pytest.raises(BadInput, match="no attention backend works on these devices"):
-        train(options("none"))
+        train(options("none"), HOOKS)
     assert not options("asked").run_dir.exists() and not options("none").run_dir.exists()
 
 

@@ -15,11 +15,13 @@ from jspeed.base import compiler
 from jspeed.errors import BadInput
 from jspeed.kernels import OWN as NAMES
 from jspeed.kernels import attention_backends, own_value, pointer_attention
+from jspeed.kernels.preflight import checks
+from jspeed.kernels.preflight import fall_back as preflight
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.custom_kernels import Kernel, Refused, Sizes, own_kernel
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.compute import device
 from jspeed.run.find_recipe import find
 
 from ...model import dense
@@ -35,7 +37,7 @@ def one_device():
 @pytest.fixture
 def said(monkeypatch):
     """A small example, and a console whose text can be read."""
-    monkeypatch.setattr(preflight_checks, "LENGTH", 104)
+    monkeypatch.setattr(checks, "LENGTH", 104)
     return Console(file=io.StringIO(), width=400)
 
 
@@ -89,7 +91,7 @@ BROKEN = {
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(attention_backends, "cudnn", wrong)
-    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    monkeypatch.setattr(checks, "WINDOW", 30)
     found = preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {"FP8": "auto"}, said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
@@ -109,7 +111,7 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
 )
 def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said, monkeypatch):
     """In JAX's interpreter; on a CPU without it they cannot run, and XLA's attention makes do."""
-    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    monkeypatch.setattr(checks, "WINDOW", 30)
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
     found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
@@ -133,7 +135,7 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
     def full_gradients(*qkv, gradient_window=None, **rest):
         return by_xla(*qkv, **rest)
 
-    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    monkeypatch.setattr(checks, "WINDOW", 30)
     for wrong, words in (
         (full_gradients, "dq is off by"),
         (wrong_rows, "the output is off by 1.0"),
@@ -158,24 +160,24 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
         return a_percent_off(out) if off else out
 
     monkeypatch.setattr(attention_backends, "cudnn", without_a_table)
-    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    monkeypatch.setattr(preflight_checks, "own_kernel_error", lambda kernel: None)
+    monkeypatch.setattr(checks, "WINDOW", 30)
+    monkeypatch.setattr(checks, "own_kernel_error", lambda kernel: None)
     there = with_cudnn(own_kernels=frozenset({"XSA", "queries and keys"}))
     found = preflight.preflight(RECIPE, on(one_device(), there), {"OWN_KERNELS": "auto"}, said)
     kinds = ["packed", "packed, a longest document"]
-    checks = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "own kernel XSA"]
+    names = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "own kernel XSA"]
     if not off:
-        checks += [
+        names += [
             "own kernel queries and keys",
             "attention cudnn, packed, documents tagged, heads of 128",
         ]
-    assert found.checks == tuple(checks)
+    assert found.checks == tuple(names)
     assert found.device.own_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
     assert ("own kernel queries and keys: the output is off by 1.0" in said.file.getvalue()) == off
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
-    monkeypatch.setattr(preflight_checks, "attention", refuses)
+    monkeypatch.setattr(checks, "attention", refuses)
     with pytest.raises(BadInput, match="no attention backend works .* cudnn: .*; attention x"):
         preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {}, said)
 
@@ -208,7 +210,7 @@ def own_kernels(monkeypatch):
     for module in pointer_attention, own_value:
         run = functools.partial(module.KERNEL.run, interpret=True)
         monkeypatch.setattr(module, "KERNEL", Kernel(run))
-    monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", Sizes(256, 64, 128, 2))
+    monkeypatch.setattr(checks, "KERNEL_SIZES", Sizes(256, 64, 128, 2))
 
 
 @pytest.mark.slow
@@ -249,7 +251,7 @@ def test_a_step_that_own_kernels_do_not_fit_does_without(said, monkeypatch):
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
-    monkeypatch.setattr(preflight_checks, "attention", refuses)
+    monkeypatch.setattr(checks, "attention", refuses)
     mesh = one_device()
     assert preflight.preflight(
         RECIPE, on(mesh, device.device_of(mesh)), {"FP8": "auto"}, said
@@ -258,7 +260,7 @@ def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
 
 def test_checks_are_made_in_every_run(said, monkeypatch):
     calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
-    monkeypatch.setattr(preflight_checks, "collectives_error", lambda mesh: calls.append(1))
+    monkeypatch.setattr(checks, "collectives_error", lambda mesh: calls.append(1))
     for _ in range(2):
         found = preflight.preflight(
             RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), {}, said
@@ -269,13 +271,13 @@ def test_checks_are_made_in_every_run(said, monkeypatch):
 
 def test_sums_over_devices(said, monkeypatch):
     mesh = make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
-    assert preflight_checks.collectives_error(mesh) is None
+    assert checks.collectives_error(mesh) is None
     right = jax.lax.psum_scatter
     monkeypatch.setattr(jax.lax, "psum_scatter", lambda *a, **k: right(*a, **k) + 1)
-    found = preflight_checks.collectives_error(mesh)
+    found = checks.collectives_error(mesh)
     assert found is not None and found.startswith("the part of the sum that")
     monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
-    found = preflight_checks.collectives_error(mesh)
+    found = checks.collectives_error(mesh)
     assert found is not None and found.startswith("the sum of all devices is wrong")
 
 
@@ -284,9 +286,7 @@ def test_float64_reference_is_that_of_the_attention_tests(near):
     tokens = np.zeros((2, 40), int)
     tokens[0, [1, 30]] = 1
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
-    found = preflight_checks.attention_in_float64(
-        q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7, near
-    )
+    found = checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7, near)
     seen, t = dense.mask(tokens, 1, 7), np.arange(40)
     of_near = t[:, None] - t < (near or 40)
     wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g, of_near)
@@ -370,12 +370,10 @@ def test_calls_are_counted_in_the_program_s_own_text():
 
 
 def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
-    monkeypatch.setattr(
-        preflight_checks, "options_for", lambda platform: {"xla_no_such_option": platform}
-    )
+    monkeypatch.setattr(checks, "options_for", lambda platform: {"xla_no_such_option": platform})
     for check in (
-        functools.partial(preflight_checks.attention_error, "xla", 32, True),
-        preflight_checks.fp8_error,
+        functools.partial(checks.attention_error, "xla", 32, True),
+        checks.fp8_error,
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             check()
@@ -387,7 +385,7 @@ def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
     for name in NAMES:
         kernel = own_kernel(name)
         assert kernel.name == name
-        for part, (own, plain, arrays) in kernel.examples(preflight_checks.KERNEL_SIZES).items():
+        for part, (own, plain, arrays) in kernel.examples(checks.KERNEL_SIZES).items():
             found, expected = (
                 jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain)
             )

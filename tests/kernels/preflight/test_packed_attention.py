@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 
 from jspeed.kernels import packed_cudnn
+from jspeed.kernels.preflight import checks
+from jspeed.kernels.preflight.hooks import add
 from jspeed.run import evaluate, setup
-from jspeed.run.compute import device, preflight_checks
+from jspeed.run.compute import device
 from jspeed.run.find_recipe import find
+from jspeed.run.hooks import NO_HOOKS
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
-from ..data.on_disk import shard_bytes
-from ..kernels import cudnn_twin
-from ..toys import TOYS
+from ...data.on_disk import shard_bytes
+from ...kernels import cudnn_twin
+from ...toys import TOYS
 
 BOS, LONGEST = 5, 40  # validation documents are not cut at MAX_DOC_LEN
 SETS = (
@@ -47,13 +50,11 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
     whole = packed_cudnn.row_length
     cudnn_twin.put_in_place(monkeypatch)
     monkeypatch.setattr(packed_cudnn, "row_length", row_length)
-    monkeypatch.setattr(preflight_checks, "LENGTH", 104)
-    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    monkeypatch.setattr(checks, "LENGTH", 104)
+    monkeypatch.setattr(checks, "WINDOW", 30)
     # so few keys round dk by up to 0.91 % (the CPU compiler of JAX 0.12)
-    compare = preflight_checks.first_mismatch
-    monkeypatch.setattr(
-        preflight_checks, "first_mismatch", lambda *given: compare(*given[:3], 0.012)
-    )
+    compare = checks.first_mismatch
+    monkeypatch.setattr(checks, "first_mismatch", lambda *given: compare(*given[:3], 0.012))
     monkeypatch.setattr(
         setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     )
@@ -67,7 +68,7 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
 
     def run(name, **rest):
         how = dict(data=folder, run_dir=tmp_path / name, set_=SETS, sample=False, progress=False)
-        train(Options("r29", target_loss=9.0, **how | rest))
+        train(Options("r29", target_loss=9.0, **how | rest), add(NO_HOOKS))
         return json.loads((tmp_path / name / "run.json").read_text())
 
     found, expected = run("rows"), run("lanes", attention="xla")

@@ -1,30 +1,27 @@
 """Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend
-where one fails; run every program once.
+where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are
 seen here, on a small example, and the run takes the next backend. The examples are in
-:mod:`jspeed.run.compute.preflight_checks`.
+:mod:`jspeed.kernels.preflight.checks`.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.base.compiler import FP8_CALL, custom_calls, out_of_memory
 from jspeed.base.processes import gather
 from jspeed.errors import BadInput, first_line, type_and_line
+from jspeed.kernels.preflight import checks
 from jspeed.model.custom_kernels import Refused
-from jspeed.parallel.mesh import batch_rows, put
 from jspeed.recipe import Recipe
-from jspeed.record.schema import Kernels
-from jspeed.run.compute import preflight_checks
+from jspeed.run.compute.checked import Build, Preflight
 from jspeed.run.compute.device import (
     Device,
     Placement,
@@ -32,7 +29,7 @@ from jspeed.run.compute.device import (
     has_document_masks,
     head_width,
 )
-from jspeed.run.compute.program import WARM_UPS, Program, compile_program
+from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.console import waiting
 
 
@@ -45,41 +42,6 @@ class Feature(NamedTuple):
     checks: Mapping[str, Callable[[], str | None]]
     without: Callable[[Device], dict[str, Any]]
     instead: str
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """What was found: ``placement`` has the settings that work, ``checks`` are the names of what
-    passed, ``refused`` those of what did not, with the reasons. ``calls``: what the last stage's
-    program calls (:func:`jspeed.base.compiler.custom_calls`); None before it is compiled.
-    """
-
-    placement: Placement
-    checks: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-    calls: Mapping[str, int] | None = None
-
-    @property
-    def device(self) -> Device:
-        """The device, with the settings that work."""
-        return self.placement.device
-
-    def with_device(self, **settings: Any) -> "Preflight":
-        """Return this with other ``settings`` of the device."""
-        return replace(
-            self, placement=replace(self.placement, device=replace(self.device, **settings))
-        )
-
-    def record(self) -> Kernels:
-        """What run.json says of it."""
-        said: Kernels = {
-            "attention": self.device.attention,
-            "fp8": self.device.fp8,
-            "own": bool(self.device.own_kernels),
-            "checked": list(self.checks),
-            "refused": list(self.refused),
-        }
-        return said if self.calls is None else said | {"calls": dict(self.calls)}
 
 
 def preflight(
@@ -121,7 +83,7 @@ def preflight(
             result = result.with_device(**feature.without(result.device))
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
-        if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
+        if reason := failure_of(name, partial(checks.collectives_error, mesh)):
             raise BadInput(
                 f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)"
             )
@@ -134,9 +96,9 @@ def preflight(
 
 def fp8_matmuls() -> Feature:
     """FP8 on tensor cores."""
-    checks = {"FP8 matmuls": preflight_checks.fp8_error}
+    its = {"FP8 matmuls": checks.fp8_error}
     instead = "matmuls in the compute dtype instead of FP8"
-    return Feature("FP8", "FP8 matmuls", checks, lambda _: {"fp8": "missing"}, instead)
+    return Feature("FP8", "FP8 matmuls", its, lambda _: {"fp8": "missing"}, instead)
 
 
 def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
@@ -144,21 +106,17 @@ def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
     found = []
     for kernel in sorted(device.own_kernels):
         name = f"own kernel {kernel}"
-        checks = {name: partial(preflight_checks.own_kernel_error, kernel)}
+        its = {name: partial(checks.own_kernel_error, kernel)}
         if (
             kernel == "queries and keys"
             and device.attention == "cudnn"
             and has_bounded_documents(recipe)
         ):
             width = head_width(recipe) or 128
-            check = partial(
-                preflight_checks.attention_error, "cudnn", width, packed=True, tagged=True
-            )
-            checks[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
+            check = partial(checks.attention_error, "cudnn", width, packed=True, tagged=True)
+            its[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
         found.append(
-            Feature(
-                "OWN_KERNELS", name, checks, partial(_without, kernel), f"XLA's instead of {name}"
-            )
+            Feature("OWN_KERNELS", name, its, partial(_without, kernel), f"XLA's instead of {name}")
         )
     return found
 
@@ -186,7 +144,7 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
         names, reason = [], None
         for kind, how in kinds.items():
             names.append(f"attention {backend}, {kind}, heads of {width}")
-            check = partial(preflight_checks.attention_error, backend, width, packed, **how)
+            check = partial(checks.attention_error, backend, width, packed, **how)
             reason = reason or failure_of(names[-1], check)
         if reason is None:
             result = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
@@ -209,13 +167,27 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
     return next((text for text in gather(f"checked: {name}", reason) if text), None)
 
 
+def compiled(
+    recipe: Recipe,
+    checked: Preflight,
+    rows: int,
+    fields: Mapping[str, Any],
+    console: Console,
+    build: Build | None = None,
+) -> tuple[Program, Preflight]:
+    """Return what :func:`compile_or_fall_back` does, and count what it calls
+    (:func:`count_kernels`)."""
+    program, checked = compile_or_fall_back(recipe, checked, rows, fields, console, build)
+    return program, count_kernels(program, checked, fields, console)
+
+
 def compile_or_fall_back(
     recipe: Recipe,
     checked: Preflight,
     rows: int,
     fields: Mapping[str, Any],
     console: Console,
-    build: Callable[[Placement], Program] | None = None,
+    build: Build | None = None,
 ) -> tuple[Program, Preflight]:
     """Compile the run's program, or ``build`` it for a placement. If that fails at the real shapes,
     first drop own kernels, then try the next backend.
@@ -313,32 +285,3 @@ def count_kernels(
         f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True
     )
     return checked.with_device(fp8="emulated")
-
-
-def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
-    """Warm up; return False, on all processes, where one runs out of memory that no other waits for
-    in a collective."""
-    failure = None
-    try:
-        warm_up(program, recipe, mesh, *evaluated)
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        failure = str(error)
-    return not any(gather("out of memory in warm-up", failure))
-
-
-def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
-    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
-    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
-    be tried."""
-    state = program.init(0)
-    for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
-        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
-        for step in WARM_UPS * steps:
-            state, metrics = step(state, put(dummy, batch_rows(mesh)))
-            jax.block_until_ready(metrics)
-    state = program.at_end(state)
-    if evaluated:
-        evaluations = [each for each in (program.evaluate, program.accuracy) if each]
-        jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])

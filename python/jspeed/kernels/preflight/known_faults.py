@@ -1,23 +1,17 @@
 """Versions known to be bad on NVIDIA GPUs, each with what it does and the remedy, named when a run
 starts."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jspeed.base.compiler import CAS_SCATTERS, scalar_scatters
 from jspeed.base.jax_versions import loaded_cudnn
 from jspeed.record.provenance import installed_version
 from jspeed.run.compute.device import GPUS, Device
 
-MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
-RESULT = re.compile(r"%?([\w.-]+) = f32\[([\d,]*)\]")
 KEYS = re.compile(
     r'fmhaSoftmaxBackward.*?"intermediate_tensor_shape".*?"dimensions": *\[(?:"\d+", *){3}"(\d+)"\]'
-)
-SCATTER = re.compile(
-    r"%?([\w.-]+) = f32\[[\d,]*\]\S* scatter\(.*?([\w.-]+)\),"
-    r" .*?update_window_dims=\{([\d,]*)\}(.*)"
 )
 
 
@@ -57,17 +51,14 @@ def adds_scalars(use: Use) -> bool:
     return any(any(scalar_scatters(text)) for text in use.program())
 
 
-CAS = Fault(
-    "jaxlib", (0, 10, 2), (0, 11, 1), adds_scalars,
-    "adds single fp32 numbers by compare-and-swap (jax issue 38806): slow where many go to one \
-place, as in this step",
-    "install jaxlib 0.11.1 or newer (Python 3.12), or add in rows of 4 or more; jspeed plan RECIPE \
-says where",
-)  # fmt: skip
 NEWER_CUDNN = "pip install -U nvidia-cudnn-cu12 (or -cu13), or --attention triton"
 # cuDNN's are TransformerEngine's list, transformer_engine/common/fused_attn.
 FAULTS = (
-    CAS,
+    Fault("jaxlib", *CAS_SCATTERS, adds_scalars,
+          "adds single fp32 numbers by compare-and-swap (jax issue 38806): slow where many go to \
+one place, as in this step",
+          "install jaxlib 0.11.1 or newer (Python 3.12), or add in rows of 4 or more; jspeed plan \
+RECIPE says where"),
     Fault("cuDNN", (9, 10, 0), (9, 10, 2), uses_cudnn,
           "computes 16-bit attention wrongly", NEWER_CUDNN),
     Fault("cuDNN", (9, 14, 0), (9, 14, 1), lambda use: uses_cudnn(use) and use.packed,
@@ -103,33 +94,3 @@ def known_faults(
                 f"{fault.library} {'.'.join(map(str, version))} {fault.what}; {fault.remedy}"
             )
     return lines
-
-
-def has_cas_scatter() -> bool:
-    """Whether the installed jaxlib compiles what :func:`scalar_scatters` finds to loops of
-    compare-and-swap."""
-    version = version_of(CAS.library)
-    return version is not None and CAS.first <= version < CAS.fixed
-
-
-def scalar_scatters(text: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, updates) of the scatters of many single fp32 numbers in optimised HLO, of which
-    several may meet."""
-    # The text has megabytes of kernels, in which a pattern would begin at every word.
-    lines = [line for line in text.splitlines() if " = f32[" in line]
-    scatters = [SCATTER.search(line) for line in lines if " scatter(" in line]
-    if not scatters:
-        return
-    results = filter(None, map(RESULT.search, lines))
-    shapes = {
-        name: tuple(map(int, filter(None, dims.split(","))))
-        for name, dims in (each.groups() for each in results)
-    }
-    for name, update, window, rest in (each.groups() for each in scatters if each):
-        dims = shapes.get(update, ())
-        updates, at_once = (
-            math.prod(dims),
-            math.prod(dims[int(dim)] for dim in window.split(",") if dim),
-        )
-        if at_once == 1 and updates >= MIN_SCATTER_UPDATES and "unique_indices=true" not in rest:
-            yield name, updates

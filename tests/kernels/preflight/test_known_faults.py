@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspeed.run.compute import known_faults
+from jspeed.base.compiler import has_cas_scatter
+from jspeed.kernels.preflight import known_faults
 from jspeed.run.compute.device import Device
 
 GPU, CPU = Device("gpu", "cudnn", "native", 512), Device("cpu", "xla", "emulated", 512)
@@ -73,6 +74,4 @@ def test_keys_that_are_no_multiple_of_128(keys, version, said):
 def test_the_installed_versions_are_read():
     assert known_faults.version_of("jaxlib") == tuple(map(int, jax.lib.__version__.split(".")[:3]))
     assert known_faults.version_of("cuDNN") is None, "no CUDA in the tests"
-    assert known_faults.has_cas_scatter() == (
-        (0, 10, 2) <= known_faults.version_of("jaxlib") < (0, 11, 1)
-    )
+    assert has_cas_scatter() == ((0, 10, 2) <= known_faults.version_of("jaxlib") < (0, 11, 1))

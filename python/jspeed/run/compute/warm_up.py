@@ -1,0 +1,42 @@
+"""Run every program once before the clock starts."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jspeed.base.compiler import out_of_memory
+from jspeed.base.processes import gather
+from jspeed.parallel.mesh import batch_rows, put
+from jspeed.recipe import Recipe
+from jspeed.run.compute.program import WARM_UPS, Program
+
+
+def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
+    """Warm up; return False, on all processes, where one runs out of memory that no other waits for
+    in a collective."""
+    failure = None
+    try:
+        warm_up(program, recipe, mesh, *evaluated)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        failure = str(error)
+    return not any(gather("out of memory in warm-up", failure))
+
+
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
+    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
+    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
+    be tried."""
+    state = program.init(0)
+    for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
+        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
+        for step in WARM_UPS * steps:
+            state, metrics = step(state, put(dummy, batch_rows(mesh)))
+            jax.block_until_ready(metrics)
+    state = program.at_end(state)
+    if evaluated:
+        evaluations = [each for each in (program.evaluate, program.accuracy) if each]
+        jax.block_until_ready([each(state["params"], *evaluated) for each in evaluations])
