@@ -192,6 +192,7 @@ def test_api_that_moves_has_one_place(api: str):
     "module",
     (
         "jspeed jspeed.data jspeed.corpus.tokenise jspeed.cluster.launch jspeed.board.judge"
+        " jspeed.board.records.verify"
         " jspeed.doctor.command"
     ).split(),
 )

@@ -340,14 +340,6 @@ def test_stacks_of_two_lengths_do_not_run_fewer_layers():
         r.run_blocks(lambda p, x: x, table, 4, {"a": jnp.zeros((4, 2)), "b": jnp.zeros((2, 2))}, 0)
 
 
-def test_a_dtype_that_does_not_exist_is_an_error_message():
-    with pytest.raises(
-        BadInput,
-        match="recipe nanogpt: parameter .* has compute dtype 'bf16'; expected a dtype such",
-    ):
-        find("nanogpt", [*TOYS["nanogpt"], "COMPUTE=bf16"])
-
-
 def test_flops_of_stages_are_summed():
     """FLOPs/token are those of the last stage, so tokens x FLOPs/token is another number."""
     formulas = {

@@ -326,13 +326,6 @@ def test_separators_split_a_text(tmp_path, monkeypatch, block):
         assert all_documents(tmp_path / "a.txt") == [b"one", b"two \n<|endo", b"three"]
 
 
-def test_same_input_gives_the_same_bytes(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
-    one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
-    two = prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)
-    assert content_of(one) == content_of(two)
-
-
 def test_batches_leave_no_trace(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
     one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)

@@ -44,6 +44,30 @@ run_script(lambda: tokenise.prepare_text([Path(sys.argv[1])], Path(sys.argv[2]),
 """
 
 
+PIECE = 1000  # bytes, as in the interrupted process
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A text of 200 documents."""
+    return jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Where each call of ``encode`` is listed, on pieces as small as those of :func:`interrupt`."""
+    monkeypatch.setattr(chunks, "PIECE_BYTES", PIECE)
+    found, real = [], tokenise.parallel_tokenise.encode
+    monkeypatch.setattr(
+        tokenise.parallel_tokenise, "encode", lambda *a: (found.append(a), real(*a))[1]
+    )
+    return found
+
+
+def pieces_of(source):
+    return len(list(chunks.pieces([source])))
+
+
 def interrupt(source, out, signal_number, after=5):
     command = [sys.executable, "-c", INTERRUPTED, source, out, str(after)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -55,8 +79,7 @@ def interrupt(source, out, signal_number, after=5):
 @pytest.mark.parametrize(
     ("signal_number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
 )
-def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
-    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+def test_interrupted_work_resumes(tmp_path, source, signal_number, code, encoded):
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
     out = tmp_path / "deep" / "out"
     out.parent.mkdir()
@@ -72,38 +95,22 @@ def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
         tokens.write(b"xxx")
     assert interrupt(source, out, signal_number, after=3) == code
     assert len(journal.read_text().splitlines()) == 8
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
-    encoded = []
-    real = tokenise.parallel_tokenise.encode
-    monkeypatch.setattr(
-        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
-    )
+    encoded.clear()
     prepare_bytes(source, out=out, processes=1)
     assert content_of(out) == wanted and os.listdir(out.parent) == ["out"]
-    assert len(encoded) == len(list(chunks.pieces([source]))) - 8
+    assert len(encoded) == pieces_of(source) - 8
 
 
-def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, monkeypatch):
-    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
-    assert interrupt(source, tmp_path / "new" / "out", signal.SIGKILL) == -signal.SIGKILL
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
-    wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out", shard_tokens=9000))
-    encoded, real = [], tokenise.parallel_tokenise.encode
-    monkeypatch.setattr(
-        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
-    )
-    assert (
-        content_of(
-            prepare_bytes(source, out=tmp_path / "new" / "out", shard_tokens=9000, processes=1)
-        )
-        == wanted
-    )
-    assert len(encoded) == len(list(chunks.pieces([source]))) - 5
-    assert os.listdir(tmp_path / "new") == ["out"]
+def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, source, encoded):
+    out, size = tmp_path / "new" / "out", {"shard_tokens": 9000}
+    assert interrupt(source, out, signal.SIGKILL) == -signal.SIGKILL
+    wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out", **size))
+    encoded.clear()
+    assert content_of(prepare_bytes(source, out=out, processes=1, **size)) == wanted
+    assert len(encoded) == pieces_of(source) - 5 and os.listdir(tmp_path / "new") == ["out"]
 
 
-def test_work_of_other_inputs_is_neither_resumed_nor_removed(tmp_path, capfd, monkeypatch):
-    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+def test_work_of_other_inputs_is_neither_resumed_nor_removed(tmp_path, source, capfd, encoded):
     given = source.read_bytes()
     assert interrupt(source, tmp_path / "out", signal.SIGKILL) == -signal.SIGKILL
     (left,) = tmp_path.glob(".out.*.work")
@@ -114,29 +121,14 @@ def test_work_of_other_inputs_is_neither_resumed_nor_removed(tmp_path, capfd, mo
 
     source.write_bytes(given)
     os.rename(tmp_path / "out", tmp_path / "first")
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
-    encoded, real = [], tokenise.parallel_tokenise.encode
-    monkeypatch.setattr(
-        tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1]
-    )
+    encoded.clear()
     prepare_bytes(source, out=tmp_path / "out", processes=1)
-    assert 0 < len(encoded) < len(list(chunks.pieces([source])))
+    assert 0 < len(encoded) < pieces_of(source)
     assert not left.exists()
 
 
-def test_an_error_that_is_no_fault_of_the_input_keeps_the_work(tmp_path, monkeypatch):
-    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
-    with monkeypatch.context() as patched:
-        patched.setattr(folders, "_sealed", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare_bytes(source, out=tmp_path / "new" / "out")
-    (left,) = (tmp_path / "new").iterdir()
-    assert left.name.endswith(".work")
-
-
-def test_a_full_disk_keeps_the_work(tmp_path, monkeypatch):
-    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
+def test_a_full_disk_keeps_the_work(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(chunks, "PIECE_BYTES", PIECE)
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
     room, sync = 7, os.fsync
 
@@ -160,25 +152,25 @@ def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["_sealed", "_extend"])
-def test_a_full_disk_while_shards_are_written_keeps_the_work(tmp_path, monkeypatch, where):
-    """Shards need the space of the tokens a second time."""
-    source, out = (
-        jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)]),
-        tmp_path / "new" / "out",
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(folders, where, full)
-        with pytest.raises(NoRoom, match="No space left on device"):
+@pytest.mark.parametrize(
+    ("where", "error", "kind"),
+    [("_sealed", full, NoRoom), ("_extend", full, NoRoom)]
+    + [("_sealed", lambda *_: 1 / 0, ZeroDivisionError)],
+)
+def test_an_error_while_shards_are_written_keeps_the_work(
+    tmp_path, source, encoded, where, error, kind
+):
+    """Shards need the space of the tokens a second time; and what is no fault of the input."""
+    out = tmp_path / "new" / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(folders, where, error)
+        with pytest.raises(kind, match="No space left on device|division by zero"):
             prepare_bytes(source, out=out)
     (left,) = out.parent.iterdir()
     assert left.name.endswith(".work")
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            tokenise.parallel_tokenise, "encode", lambda *_: pytest.fail("tokenised again")
-        )
-        prepare_bytes(source, out=out, processes=1)
-    assert os.listdir(out.parent) == ["out"]
+    encoded.clear()
+    prepare_bytes(source, out=out, processes=1)
+    assert not encoded and os.listdir(out.parent) == ["out"]
 
 
 @contextmanager
@@ -196,10 +188,8 @@ def small_files():
 @pytest.mark.parametrize(("text", "count"), [("x", 2000), ("document " * 20, 200)])
 def test_a_disk_that_stays_full_keeps_the_work(tmp_path, monkeypatch, text, count):
     """One-letter documents fill their table first. The same command again removes nothing."""
-    source, out = (
-        jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)]),
-        tmp_path / "new" / "out",
-    )
+    source = jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)])
+    out = tmp_path / "new" / "out"
     monkeypatch.setattr(chunks, "PIECE_BYTES", 5000)
     lines = []
     for _ in range(2):

@@ -20,10 +20,6 @@ from .on_disk import shards_of, wide_bytes
 few = settings(max_examples=40, deadline=None)
 
 
-def tokens_of(loader):
-    return [batch.tokens.tolist() for batch in loader]
-
-
 def test_the_recipes_stage_is_the_loaders():
     assert recipe.Stage is Stage
 
@@ -95,12 +91,6 @@ def test_random_windows_start_anywhere_up_to_the_last():
         TokenLoader(
             shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **(same | {"lane_len": 8})
         )
-
-
-def test_two_epochs_without_shuffle_are_one_twice():
-    shards = shards_of(np.arange(101), np.arange(200, 277))
-    once, twice = (TokenLoader(shards, lanes=2, lane_len=7, epochs=epochs) for epochs in (1, 2))
-    assert tokens_of(twice) == 2 * tokens_of(once)
 
 
 @few

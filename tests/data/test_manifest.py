@@ -1,10 +1,7 @@
 """Each invalid manifest is refused with its own error message, by all who read manifests."""
 
-import copy
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -136,20 +133,3 @@ def test_only_regular_files_are_opened(whole, tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             open_regular(path)
     assert read_manifest(tmp_path / "none") is None
-
-
-def test_the_command_prints_the_error(whole, tmp_path):
-    for path in whole.iterdir():
-        os.link(path, tmp_path / path.name)
-    manifest = tmp_path / "manifest.json"
-    content = json.loads(manifest.read_text())
-    for value, flags, message in (
-        ("x", [], "'vocab_size': expected"),
-        ([], ["--verify"], "'files': expected"),
-    ):
-        changed = copy.deepcopy(content) | {"vocab_size" if value else "files": value}
-        manifest.unlink()
-        manifest.write_text(json.dumps(changed))
-        command = [sys.executable, "-m", "jspeed.data", tmp_path, *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from jspeed.data import Shuffle, Stage, TokenLoader
+from jspeed.data import Stage, TokenLoader
 
 from .on_disk import shards_of
 
@@ -84,29 +84,12 @@ def shards():
 
 
 STAGES = [Stage(4, 16, 9), Stage(5, 32, 20), Stage(60, 24, 20)]
-ORDERS = {
-    "bos": {"lanes": 8, "schedule": STAGES, "align": "bos", "bos_id": 0, "epochs": 2},
-    "blocks": {"lanes": 8, "lane_len": 16, "shuffle": Shuffle(1, 32), "epochs": 2},
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("count", "at"), [(2, 0), (8, 7)])
-def test_processes_concatenate_to_the_one_stream(shards, order, count, at, tmp_path):
-    """Two epochs over three shards, all stage borders, from the start and from a state."""
-    whole = []
-    loader = TokenLoader(shards, **ORDERS[order])
-    states = [loader.state_dict()]
-    for batch in loader:
-        whole.append((batch.step, batch.epoch, batch.tokens.tolist()))
-        states.append(loader.state_dict())
-    assert loader.stats()["shard_switches"] >= 4 and whole[-1][1] == 1
-    state = json.loads(json.dumps(states[at]))
-    assert joined(shards, ORDERS[order], count, state, tmp_path) == whole[at:]
+# Orders, process counts and resumes within one process: tests/data/test_loader.py.
+ARGUMENTS = {"lanes": 8, "schedule": STAGES, "align": "bos", "bos_id": 0, "epochs": 2}
 
 
 def test_a_killed_run_continues_exactly_on_another_process_count(shards, tmp_path):
-    arguments = ORDERS["bos"]
+    arguments = ARGUMENTS
     loader = TokenLoader(shards, **arguments)
     whole = [(batch.step, batch.epoch, batch.tokens.tolist()) for batch in loader]
     start = TokenLoader(shards, **arguments).state_dict()

@@ -247,11 +247,6 @@ def test_files_that_change_while_they_are_read(action, align, backend, tmp_path)
     assert done.stdout.startswith(expected)
 
 
-def test_the_package_does_not_import_jax():
-    code = "import sys, jspeed.data; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 0
-
-
 def test_shards_may_outlive_their_files_until_they_are_mapped(tmp_path):
     path = Path(tmp_path, "x.bin")
     path.write_bytes(shard_bytes(range(100)))

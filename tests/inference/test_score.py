@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed import recipe as r
 from jspeed.corpus import tokenizers
 from jspeed.data.errors import TokenRangeError
 from jspeed.data.manifest import manifest_of
@@ -78,28 +77,6 @@ def test_rows_are_no_longer_than_the_model_looks_back():
     rows = score.padded_batch([[5] * 17, [7]], 16)
     assert rows.shape == (score.ROWS, 17) and rows[0].all() and rows[1:].sum() == 7
     assert score.padded_batch([[5] * 9], 100).shape == (score.ROWS, score.BUCKET + 1)
-
-
-@pytest.mark.slow
-def test_hellaswag_with_a_model_s_own_losses(tmp_path):
-    """Against log-softmax of ``forward``'s logits, one sequence at a time and without padding."""
-    params = {
-        name: array + 0.1 * jax.random.normal(jax.random.key(4), array.shape)
-        for name, array in model().params.items()
-    }
-    own = Model(model().found, params, model().mesh, BYTES.facts)
-    items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", [ITEMS[1], ITEMS[0]]))
-    expected = []
-    for item in items:
-        sums = []
-        for given, after in score.encode_item(BYTES, item):
-            ids, begins = given + after, len(given)
-            ctx = r.Context(r.Stage(1, len(ids) - 1), training=False)
-            logits = own.recipe.forward(params, np.array([ids[:-1]]), ctx)[0]
-            log_p = np.asarray(jax.nn.log_softmax(logits))
-            sums.append(-sum(log_p[n - 1, ids[n]] for n in range(begins, len(ids))))
-        expected.append(int(np.argmin(sums)))
-    assert [chosen(own, item)[0] for item in items] == expected
 
 
 # 40: longer than the model's context, cut into 16 and 16

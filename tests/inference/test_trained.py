@@ -31,16 +31,8 @@ from jspeed.run.train import train
 
 from ..toys import TOYS
 
-SETS = (
-    "WIDTH=32",
-    "LAYERS=2",
-    "HEADS=2",
-    "MLP_WIDTH=64",
-    "LANES=8",
-    "EVAL_EVERY=5",
-    "STEPS=10",
-    "EVAL_TOKENS=640",
-)
+SETS = (*"WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 EVAL_EVERY=5 STEPS=10".split(),)
+SETS += ("EVAL_TOKENS=640",)
 NAMES = [
     a + b + c
     for a in ("an", "bri", "car", "do")
@@ -169,11 +161,6 @@ def test_a_model_keeps_the_hash_of_its_first_parameters(run, tmp_path, capsys):
     assert listed.endswith("config.json, recipe.py") and "transformers cannot read it" in warned
 
 
-def test_evaluation_repeats_the_run_s_own(run):
-    found = score.validate(load_model(run.run_dir), run.data)
-    assert found.loss == pytest.approx(record(run)["val_loss"], abs=1e-6)
-
-
 @pytest.mark.slow
 def test_going_on_from_a_model(run, tmp_path, capsys):
     """The first loss is where the model was; the run is marked as another recipe; from scratch is
@@ -223,7 +210,7 @@ def test_evaluate_script(run, capsys, tmp_path):
     evaluate(run.run_dir, data=run.data, json_=tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert f"{figures['loss']:.4f} nats" in capsys.readouterr().out
-    assert figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4)
+    assert figures["loss"] == pytest.approx(record(run)["val_loss"], abs=1e-6)
     assert figures["accuracy"] is None
 
 

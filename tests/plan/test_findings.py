@@ -32,46 +32,9 @@ def plan_here(*sets: str, layout: str = "zero1"):
     return make_plan(found, placement_here(found.recipe, layout, at_once=8192))
 
 
+# What a matmul repeats on a mesh, worked out by hand, is in tests/test_sharding.py.
 def errors(plan) -> set[str]:
     return {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
-
-
-# x (16, 8, 32) @ w (32, 64) on a 4 x 2 mesh; factors worked out by hand in the seed's text: devices
-# x a device's share.
-@pytest.mark.parametrize(
-    ("x_spec", "w_spec", "out_spec", "factor", "names"),
-    [
-        (P("data"), P(None, "model"), P("data", None, "model"), 1.0, []),
-        (
-            P("model"),
-            P(None, "model"),
-            P(None, None, "model"),
-            4.0,
-            ["axis-used-twice", "idle-axis"],
-        ),
-        (P("data"), P(), P("data"), 2.0, ["idle-axis"]),
-        (P(), P(), P(), 8.0, ["idle-axis", "idle-axis"]),
-        (P(("data", "model")), P(), P(("data", "model")), 1.0, []),
-        (P("data"), P("data", "model"), P("data", None, "model"), 1.0, ["fsdp"]),
-    ],
-)
-def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
-    mesh = make_mesh({"data": 4, "model": 2})
-    x = jax.ShapeDtypeStruct((16, 8, 32), jnp.float32, sharding=NamedSharding(mesh, x_spec))
-    w = jax.ShapeDtypeStruct((32, 64), jnp.float32, sharding=NamedSharding(mesh, w_spec))
-    traced = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, out_spec)).trace(x, w)
-    kernels = cost.kernels(traced.lower().compile().as_text())
-    ideal = findings.ideal_flops(traced.jaxpr)
-    assert sum(ideal.values()) == 2 * 16 * 8 * 32 * 64
-    [row] = findings.matmuls(kernels, ideal, 8)
-    assert row["redundancy"] == pytest.approx(factor, abs=0.05)
-    found = findings.redundant([row], kernels)
-    assert [finding.value for finding in found] == (
-        [factor] if factor > findings.MAX_REDUNDANCY else []
-    )
-    placed = [*findings.mesh_axis_use({"w": w_spec}, x_spec, dict(mesh.shape))]
-    assert sorted(finding.name for finding in placed) == names
-    assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
 
 
 @pytest.mark.parametrize(
