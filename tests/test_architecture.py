@@ -35,12 +35,13 @@ SATELLITES: dict[str, set[str]] = {
     "plan": set(),
     "retrieval": set(),
     "sharding": {"plan"},
+    "speedrun": set(),
 }
 CORE = {name for floor in FLOORS for name in floor} | SMALL
 ALLOWED = {name: its for floor in FLOORS for name, its in floor.items()}
 ALLOWED |= {name: set(CORE) for name in SMALL}
 ALLOWED |= {name: CORE | its for name, its in SATELLITES.items()}
-ALLOWED["recipes"] = {"model", "optim", "recipe", "retrieval"}
+ALLOWED["recipes"] = {"model", "optim", "recipe", "retrieval", "speedrun"}
 WITHOUT_JAX = {"data", "board", "corpus"}  # but where a run is started, which hooks are for
 MOST_MODULES = 14
 

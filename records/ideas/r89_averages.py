@@ -19,20 +19,20 @@ import optax
 from jax.nn import initializers
 
 from jspeed.model import fp8
-from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
+from jspeed.model.attention import attention, find_documents, without_own_value
 from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
-from jspeed.model.mudd import blend, coefficients, named, padded, slots
-from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.optim.averages import Average, rates_of
-from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.slow import measured, slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.speedrun.heads import attention_in_pairs, composed, pair_positions
+from jspeed.speedrun.mudd import blend, coefficients, named, padded, slots
+from jspeed.speedrun.ngrams import bigram_rows, signs
+from jspeed.speedrun.normuon import normuon
+from jspeed.speedrun.slow import measured, slow_adams, tied
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128

@@ -25,12 +25,11 @@ from jspeed.kernels.fused_mlp import (
 from jspeed.kernels.qk_norm import norm_and_rotate
 from jspeed.kernels.row_sums import sum_rows
 from jspeed.model import pointer
-from jspeed.model.attention import find_documents
+from jspeed.model.attention import find_documents, without_own_value
 from jspeed.model.custom_kernels import Kernel, own_kernel
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.heads import without_own_value
-from jspeed.model.mudd import add_normed
 from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.speedrun.mudd import add_normed
 
 WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
 DOCUMENT = 700  # tokens

@@ -22,11 +22,11 @@ from jspeed.fields import Stage
 from jspeed.kernels import fp8_cast, fused_mlp, norm_gradient
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
-from jspeed.model.heads import pair_documents
 from jspeed.model.layers import rms_norm
 from jspeed.plan.attention import MATMULS
 from jspeed.record.sizes import mean_context
 from jspeed.run.clock import now
+from jspeed.speedrun.heads import pair_documents
 
 BURSTS, SUSTAINED = 5, 1.5  # number, seconds
 # Tokens of the longest stage's lane, channels of the model and its MLP, columns of the head.

@@ -29,7 +29,8 @@ SATELLITES = (
     ("board", "cluster", "corpus"),
     ("doctor", "inference"),
     ("plan", "sharding"),
-    ("kernels", "retrieval", "host_table"),
+    ("kernels", "host_table"),
+    ("retrieval", "speedrun"),
 )
 # Beginnings of a program's name, and how its family is drawn.
 FAMILIES = {

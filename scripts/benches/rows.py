@@ -15,8 +15,8 @@ from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
 from jspeed.fields import Count
 from jspeed.host_table import RowTable
-from jspeed.model.ngrams import bigram_rows, trigram_rows
 from jspeed.recipes import r92
+from jspeed.speedrun.ngrams import bigram_rows, trigram_rows
 
 from .index import cpu_seconds
 from .loader import Row, show

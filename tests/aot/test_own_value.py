@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels.own_value import KERNEL
-from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import without_own_value
+from jspeed.model.attention import attention, find_documents, without_own_value
 from jspeed.plan import cost
 from jspeed.plan.cost import TRITON
 

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels.qk_norm import KERNEL, norm_and_rotate
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo
 from jspeed.plan.cost import TRITON
+from jspeed.speedrun.heads import attention_in_pairs, pair_positions
 
 from .custom_calls import custom_calls
 

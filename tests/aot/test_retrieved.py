@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
-from jspeed.model.mudd import blend
 from jspeed.plan import cost
 from jspeed.recipes import jspeed3
 from jspeed.retrieval import Matches
 from jspeed.retrieval.inputs import number_of_cells, terms
+from jspeed.speedrun.mudd import blend
 
 TOKENS, TOP, LENGTHS = max(jspeed3.LANE_LENS), 4, (3, 4, 6, 10)
 D, VOCAB, CELLS = jspeed3.WIDTH, jspeed3.VOCAB, number_of_cells(LENGTHS)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspeed.kernels.own_value import KERNEL
-from jspeed.model.heads import without_own_value
+from jspeed.model.attention import without_own_value
 
 from ..model import dense
 

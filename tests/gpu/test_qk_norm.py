@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jspeed.kernels.qk_norm import norm_and_rotate
-from jspeed.model.heads import pair_positions
 from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.speedrun.heads import pair_positions
 
 from ..model import dense
 

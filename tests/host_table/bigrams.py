@@ -9,9 +9,9 @@ import optax
 from jax.nn import initializers
 
 from jspeed.model.losses import cross_entropy
-from jspeed.model.ngrams import bigram_rows
 from jspeed.optim.rows import RowTransformation, row_adam
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.speedrun.ngrams import bigram_rows
 
 VOCAB = 257
 WIDTH = 16

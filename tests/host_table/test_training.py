@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jspeed.host_table import RowTable, load, save
-from jspeed.model.ngrams import bigram_rows
 from jspeed.optim.rows import row_adam
 from jspeed.parallel.lazy_table import Pending
+from jspeed.speedrun.ngrams import bigram_rows
 
 ROWS, WIDTH, VOCAB, STEPS = 4096, 32, 64, 60
 EPS, DECAY = 1e-8, 5.0

@@ -10,7 +10,7 @@ import pytest
 from jspeed.kernels import norm_gradient as module
 from jspeed.model.custom_kernels import Kernel
 from jspeed.model.layers import inverse_rms, rms_norm
-from jspeed.model.mudd import add_normed
+from jspeed.speedrun.mudd import add_normed
 
 from ..model import dense
 

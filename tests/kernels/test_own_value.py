@@ -9,8 +9,8 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.kernels.own_value import subtract_own_value
+from jspeed.model.attention import without_own_value
 from jspeed.model.custom_kernels import Kernel
-from jspeed.model.heads import without_own_value
 
 from ..model import dense
 

@@ -14,11 +14,11 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from jspeed.kernels import attention_backends, packed_cudnn
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import attention_in_pairs
 from jspeed.recipe import Context
 from jspeed.run.compute import division, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
+from jspeed.speedrun.heads import attention_in_pairs
 
 from ..run.compute.steps import mesh_of
 from ..toys import TOYS, moved_parameters

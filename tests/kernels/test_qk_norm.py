@@ -11,8 +11,8 @@ from jspeed.errors import BadInput
 from jspeed.kernels.qk_norm import norm_and_rotate
 from jspeed.model.attention import Documents, find_documents, tags
 from jspeed.model.custom_kernels import Kernel
-from jspeed.model.heads import pair_positions
 from jspeed.model.positions import frequencies, offset_keys, queries_and_keys
+from jspeed.speedrun.heads import pair_positions
 
 from ..model import dense
 

@@ -16,7 +16,6 @@ from jspeed.errors import BadInput
 from jspeed.kernels import attention_backends
 from jspeed.model import attention as module
 from jspeed.model.attention import Documents, attention, find_documents, tags
-from jspeed.model.heads import attention_in_pairs
 from jspeed.model.layers import rms_norm
 
 from . import dense
@@ -342,22 +341,19 @@ def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
     assert np.isnan(np.asarray(out, np.float32)).all() != marked
 
 
-@pytest.mark.parametrize(
-    ("documents_of", "paired"),
-    [
-        (0.05, True),
-        (0.6, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.05, False), (0.6, True))),
-    ],
-)
-def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
-    """Output and gradients of normalised heads in fp32, to its rounding; short documents and long
-    ones."""
+@pytest.mark.parametrize("documents_of", [0.6, pytest.param(0.05, marks=pytest.mark.slow)])
+def test_tags_of_documents_stand_for_a_mask(documents_of):
+    """Short documents and long ones."""
+    check_tags(attention, documents_of)
+
+
+def check_tags(attend, documents_of):
+    """Output and gradients of normalised heads in fp32, to its rounding."""
     rng = np.random.default_rng(0)
     tokens = np.where(rng.uniform(size=(2, 90)) < documents_of, BOS, 1)
     documents = find_documents(jnp.asarray(tokens), BOS, 100)
     given = normal(2, 90, 2, 64)
-    path = partial(attention_in_pairs if paired else attention, scale=0.13, window=41)
+    path = partial(attend, scale=0.13, window=41)
 
     @partial(jax.jit, static_argnums=0)
     def gradients(call, q, k, v, dout):

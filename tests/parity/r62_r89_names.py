@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.ngrams import SIGN_ROWS, signs
 from jspeed.recipe import Recipe, leaves
+from jspeed.speedrun.ngrams import SIGN_ROWS, signs
 
 from ..recipes.r62_r89_golden import HEADS
 from .ours import Names, Tree

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.sampled import candidates
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.find_recipe import find
+from jspeed.speedrun.candidates import candidates
 
 from ..recipes.r62_r89_golden import filled
 from . import r62_r89_formulas

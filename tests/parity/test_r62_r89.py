@@ -12,10 +12,10 @@ import pytest
 from jspeed.data import TokenLoader, find_split
 from jspeed.model import fp8
 from jspeed.model.mlp import fp8_forward_mlp
-from jspeed.model.ngrams import bigram_rows
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipes.r89 import HEAD_SCALES
 from jspeed.run.find_recipe import find
+from jspeed.speedrun.ngrams import bigram_rows
 
 from ..recipes.r62_r89_golden import (
     FULL,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jspeed.data import TokenLoader, find_split
-from jspeed.model.ngrams import bigram_rows, trigram_rows
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipes import r92
+from jspeed.speedrun.ngrams import bigram_rows, trigram_rows
 
 from ..recipes import test_golden_r92 as golden
 from ..recipes.r62_r89_golden import tied

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.model.mudd import coefficients, named
 from jspeed.optim.schedules import through
 from jspeed.recipes import r62, r89
 from jspeed.record import sizes
 from jspeed.run.find_recipe import find
+from jspeed.speedrun.mudd import coefficients, named
 
 from ..toys import TOYS, first_parameters, matmul_parameters
 

@@ -13,16 +13,16 @@ from jspeed import recipe as r
 from jspeed.kernels import OWN, attention_backends
 from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.custom_kernels import own_kernel
-from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
-from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
 from jspeed.model.positions import frequencies, yarn
-from jspeed.model.sampled import candidates
 from jspeed.optim.schedules import jumps, through
 from jspeed.recipes import r92
 from jspeed.record import sizes
 from jspeed.run.check_recipe import check_recipe
 from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
+from jspeed.speedrun.candidates import candidates
+from jspeed.speedrun.mudd import blend, coefficients, grouped_coefficients, named
+from jspeed.speedrun.ngrams import bigram_rows, sign_rows, trigram_rows
 
 from ..model import dense
 from ..toys import TOYS, first_parameters

@@ -27,7 +27,7 @@ import optax
 from jax.nn import initializers
 
 from jspeed.model.layers import lookup, rms_norm
-from jspeed.model.mudd import blend
+from jspeed.speedrun.mudd import blend
 from jspeed.recipe import Data, ParamSpec, Recipe, Stage
 from jspeed.retrieval import Retrieval, inputs
 

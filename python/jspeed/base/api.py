@@ -45,9 +45,12 @@ NAMES = {
         "split_of",
     ),
     "jspeed.model.attention": (
+        "Documents",
         "attention",
+        "cached_mask",
         "find_documents",
         "tags",
+        "without_own_value",
     ),
     "jspeed.model.custom_kernels": (
         "Attending",
@@ -76,16 +79,20 @@ NAMES = {
         "E5M2_MAX",
         "quantise",
     ),
-    "jspeed.model.heads": ("without_own_value",),
     "jspeed.model.kv_cache": (
         "Cache",
+        "active_cache",
         "advance",
         "empty",
     ),
     "jspeed.model.layers": (
+        "in_blocks",
         "inverse_rms",
         "key_of",
+        "position_ids",
         "rms_norm",
+        "token_before",
+        "with_block_before",
     ),
     "jspeed.model.mlp": ("MARGIN",),
     "jspeed.model.positions": (
@@ -93,6 +100,13 @@ NAMES = {
         "queries_and_keys",
     ),
     "jspeed.optim": ("rows",),
+    "jspeed.optim.muon": (
+        "ANVIL_MAPS",
+        "POLAR_EXPRESS",
+        "on_whole_matrices",
+        "orthogonalise",
+        "scale_by_muon",
+    ),
     "jspeed.parallel": (
         "DEFAULT_LAYOUT",
         "sharded_table",

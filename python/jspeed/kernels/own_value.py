@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal, with_gradients
+from jspeed.model.attention import without_own_value
 from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
-from jspeed.model.heads import without_own_value
 
 CHANNELS = 4096  # of each array in a program
 WARPS = 4
@@ -37,7 +37,7 @@ def subtract_own_value(
     v.v counts as at least SMALLEST, and without ``gate_BTH`` gate is 1. All is fp32 inside; the
     result and each gradient are rounded once.
 
-    :func:`jspeed.model.heads.without_own_value` does the same in plain JAX.
+    :func:`jspeed.model.attention.without_own_value` does the same in plain JAX.
 
     Raises Refused for other dtypes, and unless K is a power of two up to CHANNELS.
     """

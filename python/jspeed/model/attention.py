@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model.custom_kernels import Refused, backends
+from jspeed.model.custom_kernels import Kernel, Refused, backends
 from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
 
 QUERY_BLOCK = 128
@@ -419,3 +419,28 @@ def _join(x_NBS: jax.Array) -> jax.Array:
     """Undo :func:`_cut`, padding kept: ``[N, B, size, ...]`` to ``[B, N * size, ...]``."""
     pieces, rows, size, *rest = x_NBS.shape
     return jnp.moveaxis(x_NBS, 0, 1).reshape(rows, pieces * size, *rest)
+
+
+def without_own_value(
+    y_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    alpha_BTH: jax.Array,
+    gate_BTH: jax.Array | None = None,
+    kernel: Kernel | None = None,
+) -> jax.Array:
+    """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own
+    value (XSA, record 82).
+
+    ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of
+    one dtype.
+
+    With ``kernel`` ("XSA") that is one kernel, and so is its gradient: equal up to rounding. Inside
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what it does not support.
+    """
+    if kernel:
+        return kernel.run(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
+    along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(
+        jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8
+    )
+    out_BTHK = y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
+    return out_BTHK if gate_BTH is None else out_BTHK * gate_BTH[..., None]

@@ -276,8 +276,8 @@ def watch(x: jax.Array, largest: jax.Array, share: float) -> jax.Array:
     """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x amax(``x``).
 
     Implements delayed scaling: an optimizer that sets the parameter ``largest`` to its gradient
-    (:func:`jspeed.optim.slow.measured`) keeps this step's amax for the next one; with shares that
-    add up to 1, the mean over micro-batches and devices.
+    (:func:`jspeed.speedrun.slow.measured`) keeps this step's amax for the next one; with shares
+    that add up to 1, the mean over micro-batches and devices.
     """
     return x
 

@@ -53,8 +53,8 @@ def row_adam(
 
     Schedules map the number of past updates. The mean square of every row decays at every update.
     Decay is cautious, ``weight_decay`` x rate squared, as
-    :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are summed in fp32. With
-    a kernel ("update of rows") sums and changes are one.
+    :func:`jspeed.speedrun.cautious.cautious_adam` has it. Gradients of a row are summed in fp32.
+    With a kernel ("update of rows") sums and changes are one.
     """
 
     def init(table_VD: jax.Array) -> RowState:

@@ -1,5 +1,4 @@
-"""jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of tokens of
-like text.
+"""jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of like text
 
 What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says
             which of them is next, a padding id of the head how likely that is; their mixture is the
@@ -27,23 +26,24 @@ import optax
 from jax import Array
 from jax.nn import initializers
 
-from jspeed.model import fp8, layers, losses, mudd, pointer
-from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
+from jspeed.model import fp8, layers, losses, pointer
+from jspeed.model.attention import Documents, attention, find_documents, without_own_value
 from jspeed.model.losses import look_ahead, with_prefix
 from jspeed.model.mlp import MARGIN, fp8_mlp, mlp
-from jspeed.model.ngrams import bigram_and_trigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
-from jspeed.model.sampled import candidates, over_candidates
-from jspeed.optim.anvil import Rails, anvil
 from jspeed.optim.averages import Average, rates_of
-from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.rows import RowTransformation, row_adam
 from jspeed.optim.schedules import jumps, shortened, staged, through
-from jspeed.optim.slow import measured, slow_adams, tied, when_due
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 from jspeed.retrieval import Retrieval, inputs
+from jspeed.speedrun import mudd
+from jspeed.speedrun.anvil import Rails, anvil
+from jspeed.speedrun.candidates import candidates, over_candidates
+from jspeed.speedrun.cautious import cautious_adam
+from jspeed.speedrun.heads import attention_in_pairs, pair_positions
+from jspeed.speedrun.ngrams import bigram_and_trigram_rows, signs
+from jspeed.speedrun.slow import measured, slow_adams, tied, when_due
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128

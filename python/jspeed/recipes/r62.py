@@ -27,16 +27,16 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
 from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, look_ahead, softcap
 from jspeed.model.mlp import mlp
-from jspeed.model.ngrams import bigram_rows
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
-from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.slow import slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.speedrun.heads import attention_in_pairs, pair_positions
+from jspeed.speedrun.ngrams import bigram_rows
+from jspeed.speedrun.normuon import normuon
+from jspeed.speedrun.slow import slow_adams, tied
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128

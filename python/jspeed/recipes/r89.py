@@ -32,18 +32,19 @@ import optax
 from jax import Array
 from jax.nn import initializers
 
-from jspeed.model import fp8, layers, losses, mudd
-from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
+from jspeed.model import fp8, layers, losses
+from jspeed.model.attention import Documents, attention, find_documents, without_own_value
 from jspeed.model.losses import look_ahead, with_prefix
 from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
-from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
-from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.slow import measured, slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.speedrun import mudd
+from jspeed.speedrun.heads import attention_in_pairs, composed, pair_positions
+from jspeed.speedrun.ngrams import bigram_rows, signs
+from jspeed.speedrun.normuon import normuon
+from jspeed.speedrun.slow import measured, slow_adams, tied
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128

@@ -37,7 +37,7 @@ def terms(
     matches: Matches | None,
     lengths: Sequence[int],
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return N terms for :func:`jspeed.model.mudd.blend`: the :func:`mean_embedding`, each time
+    """Return N terms for :func:`jspeed.speedrun.mudd.blend`: the :func:`mean_embedding`, each time
     scaled by what the position's cell says; none without an index."""
     if scales_CN is None or matches is None:
         return []

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.mudd import blend, coefficients, named, slots
+from jspeed.speedrun.mudd import blend, coefficients, named, slots
 
 
 def test_coefficients_by_the_formula():

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jspeed.optim.cautious import add_cautious_decay, cautious_adam
 from jspeed.optim.muon import POLAR_EXPRESS
-from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.slow import slow_adams, tied, when_due
+from jspeed.speedrun.cautious import add_cautious_decay, cautious_adam
+from jspeed.speedrun.normuon import normuon
+from jspeed.speedrun.slow import measured, slow_adams, tied, when_due
 
 # The record's schedule: three batch sizes, a fall from step 508 to 1270, 15 steps more.
 ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall={508: 0.0, 1270: 1.0}, floor=0.15)
@@ -175,3 +175,10 @@ def test_momentum_of_the_record():
     table = {0: 0.85, 150: 0.90, 300: 0.95, 1235: 0.95, 1269: 0.882, 1270: 0.880, 1284: 0.852}
     for step, value in table.items():
         assert float(momentum(step)) == pytest.approx(value, abs=1e-6)
+
+
+def test_a_measured_parameter_becomes_its_gradient():
+    largest, found = jnp.float32(248.0), jnp.float32(2.5)
+    transform = measured()
+    update, _ = transform.update(found, transform.init(largest), largest)
+    assert float(largest + update) == 2.5

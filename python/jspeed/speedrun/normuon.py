@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jspeed.optim.cautious import add_cautious_decay
 from jspeed.optim.muon import POLAR_EXPRESS, scale_by_muon
+from jspeed.speedrun.cautious import add_cautious_decay
 
 
 class NorMuonState(NamedTuple):

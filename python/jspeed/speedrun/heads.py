@@ -1,5 +1,4 @@
-"""Interactions between attention heads: paired heads, exclusive self-attention (XSA), composed
-heads (DCMHA)."""
+"""Interactions between attention heads: paired heads, composed heads (DCMHA)."""
 
 from typing import Any
 
@@ -7,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
-from jspeed.model.custom_kernels import Kernel
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import in_blocks, with_block_before
 
@@ -45,31 +43,6 @@ def pair_documents(documents: Documents) -> Documents:
         None if offsets_BO is None else 2 * offsets_BO,
         None if longest is None else 2 * longest,
     )
-
-
-def without_own_value(
-    y_BTHK: jax.Array,
-    v_BTHK: jax.Array,
-    alpha_BTH: jax.Array,
-    gate_BTH: jax.Array | None = None,
-    kernel: Kernel | None = None,
-) -> jax.Array:
-    """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own
-    value (XSA, record 82).
-
-    ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of
-    one dtype.
-
-    With ``kernel`` ("XSA") that is one kernel, and so is its gradient: equal up to rounding. Inside
-    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what it does not support.
-    """
-    if kernel:
-        return kernel.run(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
-    along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(
-        jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8
-    )
-    out_BTHK = y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
-    return out_BTHK if gate_BTH is None else out_BTHK * gate_BTH[..., None]
 
 
 def composed(

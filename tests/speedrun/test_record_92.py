@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from jspeed.optim.anvil import Rails, anvil
 from jspeed.optim.averages import Average, after_step, at_end, zeros
-from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.muon import ANVIL_MAPS, orthogonalise
 from jspeed.optim.schedules import jumps
+from jspeed.speedrun.anvil import Rails, anvil
+from jspeed.speedrun.cautious import cautious_adam
 
 RAILS = Rails(start=2, fast=0.85, slow=0.98, share=0.4385)
 

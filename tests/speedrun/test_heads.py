@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jspeed.model.attention import find_documents
-from jspeed.model.heads import (
-    attention_in_pairs,
-    composed,
-    pair_documents,
-    pair_positions,
-    without_own_value,
-)
+from jspeed.model.attention import find_documents, without_own_value
+from jspeed.speedrun.heads import attention_in_pairs, composed, pair_documents, pair_positions
 
-from . import dense
+from ..model import dense
+from ..model.test_attention import check_tags
 
 
 def draw(*shape, seed=0):
@@ -116,3 +111,8 @@ def test_composed_attention_of_a_short_row():
         found = jax.jit(partial(call, documents=documents))(*arguments)
         expected = jax.jit(partial(call, documents=long))(*padded)[:, :10]
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("documents_of", [0.05, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_tags_of_documents_stand_for_a_mask_of_pairs(documents_of):
+    check_tags(attention_in_pairs, documents_of)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jspeed.optim.cautious import cautious_adam
+from jspeed.speedrun.cautious import cautious_adam
 
 
 def when_due(

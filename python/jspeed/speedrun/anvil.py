@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jspeed.optim.muon import ANVIL_MAPS, on_whole_matrices, orthogonalise
-from jspeed.optim.normuon import NorMuonState, scale_by_mean_square
+from jspeed.speedrun.normuon import NorMuonState, scale_by_mean_square
 
 
 class AnvilState(NamedTuple):
@@ -46,7 +46,7 @@ def anvil(
     """Update banks ``[..., in, out]`` (modded-nanogpt, record 92).
 
     The blend M of both momenta becomes beta M + (1 - beta) G with beta = ``momentum(step)``. Then
-    six maps make it nearly orthogonal and :func:`~jspeed.optim.normuon.scale_by_mean_square`
+    six maps make it nearly orthogonal and :func:`~jspeed.speedrun.normuon.scale_by_mean_square`
     equalises it. The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the
     bank). Weights shrink by ``weight_decay`` x ``learning_rate`` x that rate where the slow
     momentum shrinks them or is zero.
