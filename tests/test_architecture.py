@@ -34,6 +34,7 @@ SATELLITES: dict[str, set[str]] = {
     "kernels": set(),
     "plan": set(),
     "retrieval": set(),
+    "saved": set(),
     "sharding": {"plan"},
     "speedrun": set(),
 }

@@ -30,7 +30,7 @@ SATELLITES = (
     ("doctor", "inference"),
     ("plan", "sharding"),
     ("kernels", "host_table"),
-    ("retrieval", "speedrun"),
+    ("retrieval", "saved", "speedrun"),
 )
 # Beginnings of a program's name, and how its family is drawn.
 FAMILIES = {

@@ -12,14 +12,16 @@ from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.base.jax_versions import ask_again_for_compile_cache, machine_code
 from jspeed.inference.audit import audit
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import saved
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.program import compile_evaluation
 from jspeed.run.compute.score import losses
 from jspeed.run.find_recipe import find
+from jspeed.run.hooks import NO_HOOKS
 from jspeed.run.options import Options
 from jspeed.run.train import train
+from jspeed.saved import programs as saved
+from jspeed.saved.hooks import add
 
 from .attack import PARENT
 
@@ -79,7 +81,8 @@ def test_a_saved_evaluation_of_another_program(data, tmp_path, monkeypatch):
     recipe.write_text(PARENT)
 
     def run(name):
-        train(Options(str(recipe), data=data, run_dir=tmp_path / name, progress=False), saves=True)
+        options = Options(str(recipe), data=data, run_dir=tmp_path / name, progress=False)
+        train(options, add(NO_HOOKS), saves=True)
         return json.loads((tmp_path / name / "run.json").read_text())
 
     honest = run("honest")

@@ -245,7 +245,12 @@ NAMES = {
         "state_shardings",
     ),
     "jspeed.run.compute.score": ("losses",),
-    "jspeed.run.compute.step": ("to_compute_dtype",),
+    "jspeed.run.compute.step": (
+        "draw",
+        "to_compute_dtype",
+        "unchanged",
+        "without_jit",
+    ),
     "jspeed.run.console": (
         "opening",
         "waiting",

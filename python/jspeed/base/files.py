@@ -27,7 +27,7 @@ REFUSED = (
     errno.ENOTTY,
 )  # fmt: skip
 
-PROGRAMS = "programs"  # in the cache folder: what run/compute/saved.py keeps
+PROGRAMS = "programs"  # in the cache folder: what jspeed/saved keeps
 
 UMASK = os.umask(0o077)  # it can only be read by setting it
 os.umask(UMASK)

@@ -53,6 +53,7 @@ HOOKS = (
     "jspeed.inference.hooks",
     "jspeed.host_table.hooks",
     "jspeed.kernels.preflight.hooks",
+    "jspeed.saved.hooks",
 )
 SHARDS = "jspeed.corpus.shards.show"  # ``python -m jspeed.data``
 SERIES = "jspeed.board.series.preregistered"  # ``jspeed run --plan``

@@ -16,7 +16,7 @@ from jspeed.run.compute import checked
 from jspeed.run.compute.checked import Build, Preflight
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.host_tables import HostTables
-from jspeed.run.compute.program import Program
+from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.options import Options
 
@@ -40,6 +40,11 @@ def no_vocabulary() -> Sequence[bytes]:
 def no_host_tables(recipe: Recipe) -> HostTables:
     """Raise BadInput: nobody here serves rows from the host's memory."""
     raise BadInput("--table host needs jspeed.host_table, which is not installed; leave it out")
+
+
+def made_anew(loaded: LoadedRecipe, placement: Placement, rows: int) -> Program:
+    """Compile the programs of a run: nobody here saves any."""
+    return compile_program(loaded.recipe, placement, rows)
 
 
 def nothing(*_: object) -> None:
@@ -85,6 +90,9 @@ class Hooks:
     with less where they cannot be compiled. All processes call both, and agree. ``faults(device,
     whether documents are packed, the programs' texts)`` names versions that are known to be bad.
 
+    ``saved(recipe with its fields, placement, evaluation's rows)`` compiles the programs, or loads
+    those that the same run has made before.
+
     Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
     ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
     beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
@@ -109,6 +117,7 @@ class Hooks:
         tuple[Program, Preflight],
     ] = checked.compile_together
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
+    saved: Callable[[LoadedRecipe, Placement, int], Program] = made_anew
     planned: Callable[[Path | None], bool] = unplanned
     place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ from jspeed.run.compute.program import (
     eval_context,
     state_shardings,
 )
-from jspeed.run.compute.saved import saved_or_compiled
 from jspeed.run.compute.step import State, fetcher, with_parameters
 from jspeed.run.compute.warm_up import warm_up_fits
 from jspeed.run.evidence.foreign_code import remember
@@ -128,7 +126,7 @@ def set_up(
 ) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
     behind. ``saves``: where no plan forbids it, programs are loaded that such a run has saved
-    (:mod:`jspeed.run.compute.saved`)."""
+    (:mod:`jspeed.saved`)."""
     planned = hooks.planned(options.run_dir)
     use_compile_cache(planned)
     saves = saves and not planned
@@ -350,7 +348,11 @@ def compile_and_warm_up(
     of the first state. Last is ``checked``, with the settings that could be compiled. Raises
     :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, checked.placement.mesh
-    build = partial(saved_or_compiled, loaded, rows=len(rows)) if saves else None
+
+    def saved(placement: Placement) -> Program:
+        return hooks.saved(loaded, placement, len(rows))
+
+    build = saved if saves else None
     while True:
         with clock.section("compile"):
             program, checked = hooks.compiled(

@@ -53,7 +53,7 @@ def train(options: Options, hooks: Hooks = NO_HOOKS, saves: bool = False) -> int
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not,
     130 Ctrl-C, 143 SIGTERM. With several processes each calls this; process 0 prints and writes, an
     error on any ends all. ``saves``: compiled programs are saved and loaded
-    (:mod:`jspeed.run.compute.saved`), for a process that is nothing but this run."""
+    (:mod:`jspeed.saved`), for a process that is nothing but this run."""
     with as_found():
         with sigterm_is(_terminate), hooks.joined(options):
             code, run_dir = run(options, hooks, saves)

@@ -68,7 +68,7 @@ class Program:
     ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
     into the first state, the steps and the evaluation; none without jit. ``others``: the
     executables of the first state and of the evaluation. ``sums`` takes checksums of states.
-    ``loaded``: all were saved by an earlier run (:mod:`jspeed.run.compute.saved`). ``calls``,
+    ``loaded``: all were saved by an earlier run (:mod:`jspeed.saved`). ``calls``,
     instead of ``steps``, where ``tables`` lie in the host's memory.
     """
 

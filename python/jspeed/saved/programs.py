@@ -239,7 +239,7 @@ def modules() -> list[str]:
 def stale(before: Mapping[str, str]) -> str | None:
     """Return the path of a module that is not what it was ``before``; or that is loaded now, was
     not then, and is of no package."""
-    packages = f"{Path(__file__).parents[2]}{os.sep}", *installed()
+    packages = f"{Path(__file__).parents[1]}{os.sep}", *installed()
     changed = (path for path, what in before.items() if facts(path) != what)
     more = (path for path in modules() if path not in before and not path.startswith(packages))
     return next(changed, None) or next(more, None)

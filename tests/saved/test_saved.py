@@ -14,7 +14,6 @@ import pytest
 
 from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.parallel.mesh import batch_rows
-from jspeed.run.compute import saved
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.inside import text_hash
@@ -23,10 +22,14 @@ from jspeed.run.find_recipe import find
 from jspeed.run.hooks import NO_HOOKS
 from jspeed.run.options import Options
 from jspeed.run.train import train
+from jspeed.saved import programs as saved
+from jspeed.saved.hooks import add
 
-from ...multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
-from ...toys import TINY, TOYS
-from .steps import batches, mesh_of
+from ..multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
+from ..run.compute.steps import batches, mesh_of
+from ..toys import TINY, TOYS
+
+HOOKS = add(NO_HOOKS)
 
 ROWS = 4
 
@@ -228,7 +231,7 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
         "stdlib", data=data, steps=1, set_=(*TOY, "LAYERS=1"), progress=False, sample=False
     )
 
-    def run(name, hooks=NO_HOOKS, saves=True):
+    def run(name, hooks=HOOKS, saves=True):
         train(dataclasses.replace(words, run_dir=tmp_path / name), hooks, saves=saves)
         return metrics(tmp_path / name)
 
@@ -238,7 +241,7 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(before) == 5
     no_compiler()
-    planned = dataclasses.replace(NO_HOOKS, planned=lambda _: True)
+    planned = dataclasses.replace(HOOKS, planned=lambda _: True)
     run("planned", planned)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
@@ -246,7 +249,7 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
 KILLED = """
 import os, signal, sys
 from jspeed.cli.main import main
-from jspeed.run.compute import saved
+from jspeed.saved import programs as saved
 def killed(path, content):
     path.with_name(f".{path.name}.ab").write_bytes(content[:100])
     os.kill(os.getpid(), signal.SIGKILL)
