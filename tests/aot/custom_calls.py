@@ -1,9 +1,31 @@
-"""Helper: find custom calls in optimised HLO."""
+"""Helpers: compile a function for absent GPUs, and find custom calls in optimised HLO."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from jspeed.plan.hlo import Instruction, instructions, paired
+
+ALONE, BY_ROWS = PartitionSpec(), PartitionSpec("data")
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+
+def array_on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, cut: PartitionSpec = ALONE) -> Any:
+    """An array that lies on the devices of ``mesh``."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cut))
+
+
+def compiled(function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Compile ``function`` for the devices that the arrays lie on."""
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).compile(options)
+
+
+def by_rows(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """``function`` on each device's rows."""
+    return jax.shard_map(function, mesh=mesh, in_specs=BY_ROWS, out_specs=BY_ROWS, check_vma=False)
 
 
 def custom_calls(text: str, target: str = "") -> list[Instruction]:

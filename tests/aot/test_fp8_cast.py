@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
 from jspeed.kernels import fp8_cast
@@ -16,7 +15,7 @@ from jspeed.model.mlp import fp8_mlp
 from jspeed.plan import cost, hlo
 from jspeed.plan.cost import TRITON
 
-from .custom_calls import custom_calls
+from .custom_calls import NO_SPILLS, array_on, compiled, custom_calls
 
 N, D = 49_152, 768
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -27,21 +26,14 @@ CASES = {
 }
 
 
-def compiled(mesh, function, arguments, **options) -> str:
-    lies = NamedSharding(mesh(1), PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in arguments]
-    return (
-        jax.jit(function)
-        .trace(*arrays)
-        .lower(lowering_platforms=("cuda",))
-        .compile(options_for("cuda") | options)
-        .as_text()
-    )
+def text_of(mesh, function, arguments, **options) -> str:
+    arrays = [array_on(mesh(1), *each) for each in arguments]
+    return compiled(function, *arrays, **options_for("cuda"), **options).as_text()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_cast_is_one_kernel_without_spills(mesh, case):
-    text = compiled(mesh, *CASES[case], xla_gpu_fail_ptx_compilation_on_register_spilling=True)
+    text = text_of(mesh, *CASES[case], **NO_SPILLS)
     calls = custom_calls(text)
     assert [call.target for call in calls] == [TRITON]
     # All else is of scalars: their reciprocals.
@@ -85,7 +77,7 @@ def test_no_fp8_activation_is_read_to_be_transposed(mesh, function):
     """The kernels write all but ``x``, of which XLA makes both forms in one pass; matmuls take them
     as they are."""
     arguments, casts, fused, matmuls = AROUND[function]
-    text = compiled(mesh, function, arguments)
+    text = text_of(mesh, function, arguments)
     targets = [call.target for call in custom_calls(text)]
     expected = ["__cublas$lt$matmul$f8"] * matmuls + [TRITON] * casts + ["mosaic_gpu_v2"] * fused
     assert sorted(targets) == sorted(expected)

@@ -3,16 +3,14 @@
 import re
 from collections import Counter
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels import fused_mlp
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.plan import cost
 
-from .custom_calls import custom_calls
+from .custom_calls import array_on, compiled, custom_calls
 
 N, F, D = 49_152, 3072, 768
 CASES = {
@@ -32,9 +30,8 @@ def test_a_fused_matmul_is_one_kernel(mesh, kernel, monkeypatch, capfd):
     matmul."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    lies = NamedSharding(mesh(1), PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in CASES[kernel]]
-    text = jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("cuda",)).compile().as_text()
+    arrays = [array_on(mesh(1), *each) for each in CASES[kernel]]
+    text = compiled(kernel, *arrays).as_text()
     said = "".join(capfd.readouterr())
     assert Counter(call.target for call in custom_calls(text)) == {"mosaic_gpu_v2": 1}
     # scalars, which are one array here

@@ -5,14 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels.own_value import KERNEL
 from jspeed.model.attention import attention, find_documents, without_own_value
 from jspeed.plan import cost
 from jspeed.plan.cost import TRITON
 
-from .custom_calls import custom_calls
+from .custom_calls import BY_ROWS, NO_SPILLS, array_on, by_rows, compiled, custom_calls
 
 T, HEADS = 49_152, 6
 
@@ -20,16 +19,14 @@ T, HEADS = 49_152, 6
 @pytest.mark.parametrize(("width", "gated"), [(128, True), (128, False), (64, False)])
 def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, width, gated):
     """Forward and back, in registers; and the bytes are those of the arrays."""
-    lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradients(g_BTHK, *arguments):
         out, back = jax.vjp(partial(without_own_value, kernel=KERNEL), *arguments)
         return out, *back(g_BTHK)
 
     shapes = [(1, T, HEADS, width)] * 3 + [(1, T, HEADS)] * (1 + gated)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=lies) for shape in shapes]
-    lowered = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",))
-    text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
+    arrays = [array_on(mesh(1), shape, jnp.bfloat16) for shape in shapes]
+    text = compiled(gradients, *arrays, **NO_SPILLS).as_text()
     assert len(custom_calls(text)) == len(custom_calls(text, TRITON)) == 2
     of_heads, numbers = 2 * T * HEADS * width, 2 * T * HEADS * (1 + gated)
     assert [kernel.bytes for kernel in cost.kernels(text)] == [
@@ -41,7 +38,6 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, width, gated):
 def test_only_a_sum_of_gradients_is_between_pass_and_attention(mesh):
     """No copy of an output, of values or of their gradients."""
     length, one = 2048, mesh(1)
-    lies = NamedSharding(one, PartitionSpec("data"))
 
     def gradients(q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH, tokens_BT, g_BTHK):
         rest = dict(
@@ -55,20 +51,13 @@ def test_only_a_sum_of_gradients_is_between_pass_and_attention(mesh):
         out_BTHK, back = jax.vjp(call, q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH)
         return out_BTHK, *back(g_BTHK)
 
-    spread = jax.shard_map(
-        gradients,
-        mesh=one,
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec("data"),
-        check_vma=False,
-    )
     heads, numbers = (
-        jax.ShapeDtypeStruct((1, length, *shape), jnp.bfloat16, sharding=lies)
+        array_on(one, (1, length, *shape), jnp.bfloat16, BY_ROWS)
         for shape in ((HEADS, 128), (HEADS,))
     )
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
-    lowered = jax.jit(spread).trace(heads, heads, heads, numbers, numbers, tokens, heads)
-    text = lowered.lower(lowering_platforms=("cuda",)).compile().as_text()
+    tokens = array_on(one, (1, length), jnp.uint16, BY_ROWS)
+    arrays = heads, heads, heads, numbers, numbers, tokens, heads
+    text = compiled(by_rows(gradients, one), *arrays).as_text()
     assert len(custom_calls(text, "__cudnn$fmha")) == len(custom_calls(text, TRITON)) == 2
     others = [kernel for kernel in cost.kernels(text) if kernel.instruction.opcode != "custom-call"]
     assert [kernel.bytes for kernel in others if kernel.bytes > 1e6] == [

@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.kernels.qk_norm import KERNEL, norm_and_rotate
 from jspeed.model.attention import attention, find_documents
@@ -14,7 +13,7 @@ from jspeed.plan import cost, hlo
 from jspeed.plan.cost import TRITON
 from jspeed.speedrun.heads import attention_in_pairs, pair_positions
 
-from .custom_calls import custom_calls
+from .custom_calls import BY_ROWS, NO_SPILLS, array_on, by_rows, compiled, custom_calls
 
 T, HEADS, K = 49_152, 6, 128
 
@@ -24,7 +23,6 @@ T, HEADS, K = 49_152, 6, 128
 def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, look_back):
     """Forward and back, in registers; and the bytes are those of the arrays. Narrow heads get tags,
     and zeros."""
-    lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradient(y, cos, sin, factor, dq, dk, *tags):
         out, back = jax.vjp(
@@ -41,9 +39,8 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, lo
     shapes += [((1, T, HEADS, K), jnp.bfloat16)] * 2 + [((1, T, K // 4), jnp.bfloat16)] * (
         width < K
     )
-    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in shapes]
-    lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",))
-    text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
+    arrays = [array_on(mesh(1), *each) for each in shapes]
+    text = compiled(gradient, *arrays, **NO_SPILLS).as_text()
     assert len(custom_calls(text)) == len(custom_calls(text, TRITON)) == 2
     assert " fusion(" not in text
     y, heads = (2 * T * 2 * HEADS * n for n in (width, K))
@@ -60,7 +57,6 @@ def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
     another kernel. Narrow heads have tags of their documents, and no block of attention is without
     work."""
     length, one, tagged = 2048, mesh(1), width < K
-    lies = NamedSharding(one, PartitionSpec("data"))
     positions = pair_positions(length) if paired else jnp.arange(length)[:, None]
 
     def gradients(y_BTE, v_BTHK, tokens_BT, dout_BTHK):
@@ -82,23 +78,10 @@ def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
         out_BTHK, back = jax.vjp(call, y_BTE, v_BTHK)
         return out_BTHK, *back(dout_BTHK)
 
-    spread = jax.shard_map(
-        gradients,
-        mesh=one,
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec("data"),
-        check_vma=False,
-    )
-    y = jax.ShapeDtypeStruct((1, length, 2 * HEADS * width), jnp.bfloat16, sharding=lies)
-    v = jax.ShapeDtypeStruct((1, length, HEADS, K), jnp.bfloat16, sharding=lies)
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
-    text = (
-        jax.jit(spread)
-        .trace(y, v, tokens, v)
-        .lower(lowering_platforms=("cuda",))
-        .compile()
-        .as_text()
-    )
+    y = array_on(one, (1, length, 2 * HEADS * width), jnp.bfloat16, BY_ROWS)
+    v = array_on(one, (1, length, HEADS, K), jnp.bfloat16, BY_ROWS)
+    tokens = array_on(one, (1, length), jnp.uint16, BY_ROWS)
+    text = compiled(by_rows(gradients, one), y, v, tokens, v).as_text()
     assert len(custom_calls(text, "__cudnn$fmha")) == len(custom_calls(text, TRITON)) == 2
     steps = {step.name: step for step in hlo.instructions(text)}
     assert (sum(kernel.empty_blocks for kernel in cost.kernels(text)) == 0) == tagged

@@ -5,7 +5,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
 from jspeed.plan import cost
@@ -14,6 +13,8 @@ from jspeed.retrieval import Matches
 from jspeed.retrieval.inputs import number_of_cells, terms
 from jspeed.speedrun.mudd import blend
 
+from .custom_calls import array_on, compiled
+
 TOKENS, TOP, LENGTHS = max(jspeed3.LANE_LENS), 4, (3, 4, 6, 10)
 D, VOCAB, CELLS = jspeed3.WIDTH, jspeed3.VOCAB, number_of_cells(LENGTHS)
 
@@ -21,8 +22,7 @@ D, VOCAB, CELLS = jspeed3.WIDTH, jspeed3.VOCAB, number_of_cells(LENGTHS)
 def test_gradients_of_scales_are_sums_and_the_table_gets_none(mesh):
     """No scatter: one would add the gradients of a step's scales one by one. The rows that followed
     are read once."""
-    lies = NamedSharding(mesh(1), PartitionSpec())
-    array = partial(jax.ShapeDtypeStruct, sharding=lies)
+    array = partial(array_on, mesh(1))
     kinds = (1, TOKENS, TOP), (1, TOKENS, TOP), (1, TOKENS), (1, TOKENS)
     matches = Matches(*(array(shape, jnp.int32) for shape in kinds))
 
@@ -33,10 +33,9 @@ def test_gradients_of_scales_are_sums_and_the_table_gets_none(mesh):
         )
 
     x = array((1, TOKENS, D), jnp.bfloat16)
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(
-        array((CELLS, 2), jnp.float32), array((VOCAB, D), jnp.bfloat16), x, matches
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).compile(options_for("cuda")).as_text()
+    arrays = array((CELLS, 2), jnp.float32), array((VOCAB, D), jnp.bfloat16), x, matches
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    text = compiled(gradients, *arrays, **options_for("cuda")).as_text()
     assert " scatter(" not in text
     moved = sum(kernel.bytes for kernel in cost.kernels(text))
     rows, own = 2 * TOKENS * TOP * D, 2 * TOKENS * D

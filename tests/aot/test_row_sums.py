@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.base.compiler import options_for
 from jspeed.kernels.row_sums import row_adam, sum_rows
@@ -15,19 +14,16 @@ from jspeed.plan import cost
 from jspeed.plan.cost import TRITON
 from jspeed.recipes import r92
 
-from .custom_calls import custom_calls
+from .custom_calls import BY_ROWS, NO_SPILLS, array_on, by_rows, compiled, custom_calls
 
 IDS, D, DEVICES = 2 * 49_152, r92.WIDTH, 8
 SLOTS = sink_size(IDS, r92.NGRAMS // DEVICES, DEVICES)
-SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 def test_all_sums_are_one_kernel_which_reads_everything_once(mesh):
-    lies = NamedSharding(mesh(1), PartitionSpec())
     shapes = ((IDS, D), jnp.bfloat16), ((IDS,), jnp.int32), ((SLOTS + 1,), jnp.int32)
-    arrays = [jax.ShapeDtypeStruct(*each, sharding=lies) for each in shapes]
-    lowered = jax.jit(sum_rows).trace(*arrays).lower(lowering_platforms=("cuda",))
-    text = lowered.compile(options_for("cuda") | SPILLS).as_text()
+    arrays = [array_on(mesh(1), *each) for each in shapes]
+    text = compiled(sum_rows, *arrays, **options_for("cuda"), **NO_SPILLS).as_text()
     assert len(custom_calls(text, TRITON)) == 1 and " fusion(" not in text
     assert [kernel.bytes for kernel in cost.kernels(text)] == [
         2 * D * (IDS + SLOTS) + 4 * (IDS + SLOTS + 1)
@@ -36,7 +32,7 @@ def test_all_sums_are_one_kernel_which_reads_everything_once(mesh):
 
 def test_row_adam_is_one_kernel_which_changes_the_table_in_place(mesh):
     """Four steps' lists: gradients are read once, and two rows of the table moved for each."""
-    lies, size = NamedSharding(mesh(1), PartitionSpec()), 4 * SLOTS
+    size = 4 * SLOTS
     shapes = [((SLOTS, D), jnp.bfloat16)] * 4 + [
         ((size,), jnp.int32),
         ((size + 1,), jnp.int32),
@@ -47,10 +43,10 @@ def test_row_adam_is_one_kernel_which_changes_the_table_in_place(mesh):
         ((4,), jnp.float32),
         ((r92.NGRAMS // DEVICES, D), jnp.bfloat16),
     ]
-    arrays = [jax.ShapeDtypeStruct(*each, sharding=lies) for each in shapes]
+    arrays = [array_on(mesh(1), *each) for each in shapes]
     changed = jax.jit(row_adam, donate_argnums=6).trace(arrays[:4], *arrays[4:])
     lowered = changed.lower(lowering_platforms=("cuda",))
-    program = lowered.compile(options_for("cuda") | SPILLS)
+    program = lowered.compile(options_for("cuda") | NO_SPILLS)
     assert len(custom_calls(text := program.as_text(), TRITON)) == 1 and "copy" not in text
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * D * r92.NGRAMS // DEVICES
@@ -63,7 +59,7 @@ def test_row_adam_is_one_kernel_which_changes_the_table_in_place(mesh):
 def test_only_the_kernel_lies_between_gradients_and_all_to_all(mesh):
     """No copy, no scatter and nothing in fp32; what makes the gradients writes them once, as the
     kernel reads them."""
-    eight, cut = mesh(DEVICES), PartitionSpec("data")
+    eight = mesh(DEVICES)
 
     def gradients(part_VD, ids_BT, grad_BTD):
         sink = empty(part_VD, IDS, DEVICES)
@@ -71,20 +67,13 @@ def test_only_the_kernel_lies_between_gradients_and_all_to_all(mesh):
             lambda sink: read(Lazy(part_VD, sink), ids_BT, "data", Kernel(sum_rows)), sink
         )[1](2 * grad_BTD)
 
-    spread = jax.shard_map(gradients, mesh=eight, in_specs=cut, out_specs=cut, check_vma=False)
     shapes = (
         ((r92.NGRAMS, D), jnp.bfloat16),
         ((DEVICES, IDS), jnp.int32),
         ((DEVICES, IDS, D), jnp.bfloat16),
     )
-    arrays = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(eight, cut)) for each in shapes]
-    text = (
-        jax.jit(spread)
-        .trace(*arrays)
-        .lower(lowering_platforms=("cuda",))
-        .compile(options_for("cuda"))
-        .as_text()
-    )
+    arrays = [array_on(eight, *each, BY_ROWS) for each in shapes]
+    text = compiled(by_rows(gradients, eight), *arrays, **options_for("cuda")).as_text()
     wide = [
         each for each in cost.kernels(text) if math.prod(each.instruction.arrays[0].dims) >= IDS * D
     ]
