@@ -1,12 +1,13 @@
 """Loss plots: valid SVG, deterministic bytes, whatever the run did."""
 
 import math
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
 from jspeed.board.views.loss_plot import _averaged, curves_svg, loss_limits, loss_svg
+
+from ..markup import texts_of
 
 TRAIN = [
     (0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)
@@ -14,19 +15,9 @@ TRAIN = [
 VAL = [(5.0 * i, 1.38 + 4.1 * math.exp(-5.0 * i / 3)) for i in range(15)]
 
 
-def words(path: Path) -> list[str]:
-    """Return every text in the SVG; raises when it is not XML."""
-    root = ElementTree.parse(path).getroot()
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    return [
-        "".join(element.itertext()).strip()
-        for element in root.iter("{http://www.w3.org/2000/svg}text")
-    ]
-
-
 def test_a_run_is_drawn_with_its_labels(tmp_path: Path) -> None:
     loss_svg(tmp_path / "loss.svg", train=TRAIN, val=VAL, target=1.4, title="stdlib, seed 1")
-    texts = words(tmp_path / "loss.svg")
+    texts = texts_of(tmp_path / "loss.svg")
     for expected in ("stdlib, seed 1", "target 1.4", "timed seconds", "loss (nats per token)",
                      "validation, last 1.380", "train, mean of 4 steps"):  # fmt: skip
         assert expected in texts
@@ -58,7 +49,7 @@ def test_the_same_run_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("target", [1.4, pytest.param(None, marks=pytest.mark.slow)])
 def test_short_and_diverged_runs_are_drawn(tmp_path, train, val, target):
     loss_svg(tmp_path / "loss.svg", train=train, val=val, target=target, title="run")
-    texts = words(tmp_path / "loss.svg")
+    texts = texts_of(tmp_path / "loss.svg")
     assert ("target 1.4" in texts) == (target is not None)
     assert ("validation, diverged" in texts) == any(loss is None for _, loss in val)
 
@@ -74,13 +65,13 @@ def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
         stages=[20.0, 45.0],
         parent=("p <1>", parent),
     )
-    texts = words(tmp_path / "loss.svg")
+    texts = texts_of(tmp_path / "loss.svg")
     assert texts.count("stage 2") == texts.count("stage 3") == 1 and "stage 1" not in texts
     assert "p <1>" in texts
     # seconds: the parent leaves after one and a half times the run
     assert "100" in texts and "120" not in texts
     loss_svg(tmp_path / "plain.svg", train=TRAIN, val=VAL, target=1.4, title="run")
-    assert "60" in (plain := words(tmp_path / "plain.svg")) and "80" not in plain
+    assert "60" in (plain := texts_of(tmp_path / "plain.svg")) and "80" not in plain
     assert "stage 2" not in plain
     loss_svg(
         tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent)
@@ -93,7 +84,7 @@ def test_several_runs_share_a_plot(tmp_path: Path) -> None:
         "no": [],
     }
     curves_svg(tmp_path / "runs.svg", runs, 1.4, "nine and\x00 two $more$")
-    texts = words(tmp_path / "runs.svg")
+    texts = texts_of(tmp_path / "runs.svg")
     assert "nine and  two $more$" in texts and "target 1.4" in texts
     assert {f"{label}, last 1.380" for label in runs if label != "no"} | {"no, no points"} <= set(
         texts
@@ -110,7 +101,7 @@ def test_the_first_steps_do_not_squash_the_rest(tmp_path: Path) -> None:
         (1.94, 3.06)
     )
     loss_svg(tmp_path / "loss.svg", train=[], val=VAL, target=1.4, title="run")
-    assert "not shown: losses up to 5.48" in words(tmp_path / "loss.svg")
+    assert "not shown: losses up to 5.48" in texts_of(tmp_path / "loss.svg")
 
 
 def test_averaging_keeps_the_mean() -> None:

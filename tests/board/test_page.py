@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,40 +15,12 @@ from jspeed.board.records import store, verify
 from jspeed.board.views import charts, page, readme
 from jspeed.errors import BadInput
 
+from ..markup import Reader
 from ..record.synthetic_runs import make_series, source_of
 from . import many_records
 
 REPOSITORY = Path(__file__).parents[2]
 RULE = ast.get_docstring(ast.parse((REPOSITORY / "python/jspeed/run/clock.py").read_text())) or ""
-VOID = ("meta", "br", "path", "rect", "use", "img")
-
-
-class Reader(HTMLParser):
-    """Collects a page's elements, their attributes and its text; every element must close."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.fixture(scope="module")

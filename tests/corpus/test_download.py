@@ -50,30 +50,11 @@ def hub():
 
 
 def command(hub, tmp_path, shards, **environment):
-    line = [
-        sys.executable,
-        "-W",
-        "error",
-        str(SCRIPT),
-        "fineweb",
-        "--shards",
-        str(shards),
-        "--out",
-        tmp_path / "set",
-    ]
-    own = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "*",
-    }
+    words = ["-W", "error", SCRIPT, "fineweb", "--shards", shards, "--out", tmp_path / "set"]
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
     # Not to look for Xet's own protocol, which this server lacks.
-    return [str(word) for word in line], {
-        **os.environ,
-        **own,
-        "HF_HUB_DISABLE_XET": "1",
-        **environment,
-    }
+    own |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    return [sys.executable, *map(str, words)], os.environ | own | environment
 
 
 def fineweb(hub, tmp_path, shards, **environment):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from . import r62_r89_fp8
+from .cpu_stand_ins import flash_attn_varlen_func
 
 
 def kernels(found: list[np.ndarray], past_end: bool, fp8: list[Any] | None) -> dict[str, Any]:
@@ -90,24 +91,9 @@ def seen(length: int, starts: Any, window: int) -> Any:
     return (back >= 0) & (back <= window) & (document[:, None] == document[None])
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    cu_seqlens_q: Any,
-    causal: bool,
-    softmax_scale: float,
-    window_size: Any,
-    **_: Any,
-) -> Any:
+def attention(*args: Any, **kwargs: Any) -> Any:
     """Softmax attention ``[T, H, K]`` within documents."""
-    assert causal and window_size[1] == 0
-    scores = torch.einsum("thk,shk->hts", q, k) * softmax_scale
-    weights = torch.softmax(
-        scores.masked_fill(~seen(len(q), cu_seqlens_q, window_size[0]), -torch.inf), dim=-1
-    )
-    return torch.einsum("hts,shk->thk", weights, v).contiguous()
+    return flash_attn_varlen_func(*args, **kwargs).contiguous()
 
 
 def composed(

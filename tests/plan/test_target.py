@@ -120,22 +120,23 @@ def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
         target.target_mesh(target.load_target("v5e"))
 
 
+BAD = ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"]
+BAD += ["h100x²", "h100x" + "9" * 5000, "h100x8x9999999", "h100x80000000"]
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"]
-    + ["h100x²", "h100x" + "9" * 5000, "h100x8x9999999", "h100x80000000"],
+    ("text", "words"),
+    [
+        *((text, "h100x8|known targets") for text in BAD),
+        ("h100x12", "a node holds 8 h100 GPUs; write h100x8x2"),
+        # as many as asked for, or more
+        ("h100x16x2", "a node holds 8 h100 GPUs; write h100x8x4"),
+    ],
+    ids=lambda text: text[:20],
 )
-def test_bad_clusters_are_one_error_message(text: str):
-    with pytest.raises(BadInput, match="h100x8|known targets"):
+def test_bad_clusters_are_one_error_message(text: str, words: str):
+    with pytest.raises(BadInput, match=words):
         target.parse_target(text)
-
-
-def test_more_than_a_node_holds_is_one_error_message():
-    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x2"):
-        target.parse_target("h100x12")
-    # as many as asked for, or more
-    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x4"):
-        target.parse_target("h100x16x2")
 
 
 def test_unknown_target_is_one_error_message():
