@@ -17,7 +17,13 @@ MODULES = {
     "typing", "numpy", "optax", "jax", "jax.lax", "jax.nn", "jax.nn.initializers", "jax.numpy",
     "jax.random", "jax.tree", "jspeed.model", "jspeed.optim",
 }  # fmt: skip
-UNDER = "jspeed.model.", "jspeed.optim.", "jax.experimental.pallas", "optax."
+UNDER = (
+    "jspeed.model.",
+    "jspeed.optim.",
+    "jspeed.speedrun.",
+    "jax.experimental.pallas",
+    "optax.",
+)
 # Python's own functions that reach what a name does not say, or a file.
 FUNCTIONS = {
     "breakpoint", "compile", "delattr", "eval", "exec", "getattr", "globals", "input", "locals",
