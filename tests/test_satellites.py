@@ -1,7 +1,6 @@
 """Every satellite can be taken away: a copy of the tree without it loads, and one without any still
 helps, trains, and passes tests of the core."""
 
-import ast
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .multi_process import QUICK, TOY
-from .test_architecture import PACKAGE, SATELLITES, tree
+from .test_architecture import PACKAGE, SATELLITES, imports, tree
 
 ROOT = PACKAGE.parents[1]
 TESTS = ROOT / "tests"
@@ -40,21 +39,10 @@ def helpers(path: Path) -> set[Path]:
     return {path for path in found if path.is_file()}
 
 
-def absolute(path: Path) -> set[str]:
-    """Dotted names of what a test imports of the package."""
-    found = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
 def needs(path: Path, seen: frozenset[Path] = frozenset()) -> set[str]:
     """The satellites that a test imports, or what it imports of tests/, or a recipe that it
     imports."""
-    names = [name.split(".")[1:] for name in absolute(path) if name.startswith("jspeed.")]
+    names = [name.split(".")[1:] for name in imports(path) if name.startswith("jspeed.")]
     own = {name[0] for name in names}
     recipes = {
         PACKAGE / "recipes" / f"{name[1]}.py" for name in names if name[0] == "recipes" and name[1:]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import tomllib
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -135,42 +136,21 @@ def put(records: Path, track: str, run: dict, seconds: float, loss: float) -> No
 def demonstration(records: Path) -> None:
     """A small board with everything on it, for looking at; one run's devices are called something
     that bites."""
-    fill(records, "fineweb/8xH100", 14, 8)
+    track, source = "fineweb/8xH100", recipe("odd", "r012", 3)
+    fill(records, track, 14, 8)
     odd = H100 | {"kind": """<img src=x onerror="document.title='bitten'"> H100 & 'co'"""}
-    run = as_run(
-        990.0,
-        1,
-        3.27,
-        recipe(*("odd", "r012", 3)),
-        fields={"RATE": 0.13},
-        recipe="odd",
-        parent="r012",
-    )
-    run |= dict(
-        target_loss=3.28, reached=True, devices=odd, parameters=275_742_048, track="fineweb/8xH100"
-    )
-    (records / "fineweb/8xH100/odd").mkdir()
-    put(
-        records,
-        "fineweb/8xH100",
-        run | {"overrides": {"X": "</details><script>1</script>"}},
-        990.0,
-        3.27,
-    )
-    (records / f"fineweb/8xH100/odd/recipe-{run['recipe_sha256'][:8]}.py").write_text(
-        recipe("odd", "r012", 3)
-    )
+    names = {"fields": {"RATE": 0.13}, "recipe": "odd", "parent": "r012", "track": track}
+    run = as_run(990.0, 1, 3.27, source, **names)
+    run |= dict(target_loss=3.28, reached=True, devices=odd, parameters=275_742_048)
+    run |= {"overrides": {"X": "</details><script>1</script>"}}
+    (records / track / "odd").mkdir()
+    put(records, track, run, 990.0, 3.27)
+    (records / track / "odd" / f"recipe-{run['recipe_sha256'][:8]}.py").write_text(source)
     fill(records, "stdlib/cpu", 6, 5)
-    for track in ("fineweb/1xGPU", "fineweb/steps"):
-        (records / track).mkdir(parents=True)
-        (records / track / "track.toml").write_bytes(
-            (REPOSITORY / "records" / track / "track.toml").read_bytes()
-        )
-    history = REPOSITORY / "records" / "history"
-    (records / "history").mkdir()
-    (records / "history" / "modded-nanogpt.csv").write_bytes(
-        (history / "modded-nanogpt.csv").read_bytes()
-    )
+    files = [f"fineweb/{name}/track.toml" for name in ("1xGPU", "steps")]
+    for name in (*files, "history/modded-nanogpt.csv"):
+        (records / name).parent.mkdir(parents=True)
+        shutil.copy(REPOSITORY / "records" / name, records / name)
 
 
 NOW = datetime.fromisoformat("2036-01-01T00:00:00+00:00")

@@ -59,6 +59,13 @@ def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     assert all(probe["passed"] for probe in run["probes"].values())
 
 
+def ended_pair(tmp_path, source, pair, *words):
+    """How a program of two processes ended."""
+    command = [sys.executable, "-c", textwrap.dedent(source), *words]
+    pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return ended([subprocess.Popen(command, env=place, **pipes) for place in pair], 120)
+
+
 # Joins, places the first batch of 64 lanes on 8 devices, and says what of it lies here.
 PLACES = """
     import json, pathlib, sys
@@ -83,15 +90,7 @@ def test_a_batch_of_two_processes_is_that_of_one(tmp_path, data):
     """A global array (64, 32) of 8 shards (8, 32), which in a row are the batch of one process, bit
     for bit."""
     shard = data / "toy_train_000001.bin"
-    command = [sys.executable, "-c", textwrap.dedent(PLACES), str(shard)]
-    pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    results = ended(
-        [
-            subprocess.Popen(command, env=place, **pipes)
-            for place in places(2, JAX_NUM_CPU_DEVICES=4)
-        ],
-        120,
-    )
+    results = ended_pair(tmp_path, PLACES, places(2, JAX_NUM_CPU_DEVICES=4), str(shard))
     assert [code for code, _, _ in results] == [0, 0], results
     told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
     assert all(each["global"] == [64, 32] and each["local"] == [32, 32] for each in told)
@@ -123,10 +122,8 @@ def has_ipv6():
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
 def test_two_processes_join_over_ipv6(tmp_path):
     """torchrun's form of the address, without brackets: for rendezvous and JAX's service."""
-    command = [sys.executable, "-c", textwrap.dedent(JOINS)]
-    pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pair = [place | {"MASTER_ADDR": "::1", "JSPEED_WAIT_SECONDS": "30"} for place in places(2)]
-    results = ended([subprocess.Popen(command, env=place, **pipes) for place in pair], 120)
+    results = ended_pair(tmp_path, JOINS, pair)
     assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [
         (0, ["[[0, 1], [1, 2]]"])
     ] * 2, results
@@ -179,18 +176,10 @@ def test_joining_again_does_nothing(monkeypatch):
 def test_launch_gathers_the_result_of_every_process(tmp_path):
     (tmp_path / "text.txt").write_bytes(words(8000, 0))
     data = prepare_text([tmp_path / "text.txt"], tmp_path / "data", Tokenising("bytes"))
-    flags = ["--standalone", "--nproc-per-node", 2, "--results", "results.json"]
-    run = [
-        REPOSITORY / "scripts/speedrun.py",
-        "--data",
-        data,
-        "--steps",
-        4,
-        *toy()[1:],
-        "--run-dir",
-        "run",
-    ]
-    ((code, out, err),) = ended([start(tmp_path, environment(), *flags, *run, script="launch.py")])
+    line = "--standalone --nproc-per-node 2 --results results.json".split()
+    line += [REPOSITORY / "scripts/speedrun.py", "--data", data, "--steps", 4, "--run-dir", "run"]
+    line += toy()[1:]
+    ((code, out, err),) = ended([start(tmp_path, environment(), *line, script="launch.py")])
     assert code == 0, err
     first, second = json.loads((tmp_path / "results.json").read_text())
     assert (first["rank"], second["rank"], first["exit_code"], second["exit_code"]) == (0, 1, 0, 0)

@@ -141,15 +141,7 @@ RAISES = 'if processes.index == 1: raise ValueError("no such layer")'
 def test_an_error_on_one_ends_both_within_a_collective(tmp_path, wrong, code, line):
     (tmp_path / "sums.py").write_text(textwrap.dedent(SUMS).replace("WRONG", wrong))
     before = time.monotonic()
-    flags = [
-        "--standalone",
-        "--nproc-per-node",
-        2,
-        "--prefix",
-        "--results",
-        "results.json",
-        "sums.py",
-    ]
+    flags = "--standalone --nproc-per-node 2 --prefix --results results.json sums.py".split()
     ((got, out, err),) = ended([start(tmp_path, environment(), *flags, script="launch.py")], 60)
     assert time.monotonic() - before < 30
     assert got == code and out == "[rank 0] sum 8.0\n", out + err

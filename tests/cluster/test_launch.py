@@ -201,17 +201,8 @@ def test_bad_flags_are_an_error_message(word, flags):
 def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch, tmp_path):
     (tmp_path / "run").write_text("a file of that name is ./run")
     monkeypatch.chdir(tmp_path)
-    for end in ([], ["--"]):
-        words = [
-            "--nproc_per_node=2",
-            "--dry-run",
-            "--prefix",
-            *end,
-            "run",
-            "--seed",
-            "2",
-            "--no-sample",
-        ]
+    for end in ("", "--"):
+        words = f"--nproc_per_node=2 --dry-run --prefix {end} run --seed 2 --no-sample".split()
         assert parse(COMMAND, words, "jspeed launch")() == 0
         _, *lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 and lines[1].startswith("RANK=1 WORLD_SIZE=2 ")

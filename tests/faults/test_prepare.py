@@ -55,26 +55,10 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture
 def preparation(text, tmp_path):
     mark = f"mark-{uuid.uuid4().hex}"
-    out = tmp_path / "out"
-    words = [
-        sys.executable,
-        SCRIPT,
-        "text",
-        text,
-        "--out",
-        out,
-        "--tokenizer",
-        "bytes",
-        "--processes",
-        4,
-    ]
-    process = subprocess.Popen(
-        list(map(str, words)),
-        env=environment(MARK=mark),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    flags = ["--tokenizer", "bytes", "--processes", 4, "--out", tmp_path / "out"]
+    words = [*map(str, [sys.executable, SCRIPT, "text", text, *flags])]
+    own = {"env": environment(MARK=mark), "start_new_session": True}
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **own)
     try:
         while not list(tmp_path.glob(".out.*.work")):
             assert process.poll() is None

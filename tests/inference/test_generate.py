@@ -292,28 +292,21 @@ def test_a_text_ends_before_its_stop(stops):
     assert all("\n\n" not in step[0] for step in steps)
 
 
-def test_a_row_ends_at_the_bos_token():
-    found = find("stdlib", TOYS["stdlib"])
-    params = noisy(found.recipe)
+def test_a_row_ends_at_the_bos_token_or_at_the_ids_that_the_tokenizer_names_instead():
+    model = toy("stdlib")
     # every id is equally probable: BOS comes, soon or late
-    params["head"] = jnp.zeros_like(params["head"])
-    model = Model(found, params, one_device(), BYTES | {"vocab_size": 4, "bos_id": 3})
-    steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
+    params = model.params | {"head": jnp.zeros_like(model.params["head"])}
+
+    def drawn(**facts):
+        made = Model(model.found, params, model.mesh, BYTES | facts)
+        return np.array(list(Generator(made, 8, Sampling(1.0))([[]] * 8, 200)))
+
+    steps = drawn(vocab_size=4, bos_id=3)
     ends = [np.flatnonzero(steps[:, row] == STOPPED)[0] for row in range(8)]
     assert len(set(ends)) > 2 and len(steps) == max(ends) + 1
     for row, end in enumerate(ends):
         assert np.all(steps[end:, row] == STOPPED) and np.all(steps[:end, row] < 3)
-
-
-def test_a_row_ends_at_the_ids_that_the_tokenizer_names_instead():
-    found = find("stdlib", TOYS["stdlib"])
-    params = noisy(found.recipe)
-    params["head"] = jnp.zeros_like(params["head"])
-    model = Model(
-        found, params, one_device(), BYTES | {"vocab_size": 5, "bos_id": 4, "end_ids": [1, 3]}
-    )
-    steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
-    assert {*steps.flat} == {0, 2, 4, STOPPED}
+    assert {*drawn(vocab_size=5, bos_id=4, end_ids=[1, 3]).flat} == {0, 2, 4, STOPPED}
 
 
 def test_joined():

@@ -76,25 +76,15 @@ def test_the_pass_is_read_from_the_path(path, found):
     assert describe.pass_of(path) == found
 
 
-def test_an_own_matmul_has_flops_and_the_bytes_of_its_arrays():
-    product, copy = cost.kernels(OWN)
-    assert (product.kind, product.dims, product.flops) == (
-        "fp8_matmul",
-        (1, 49152, 768, 3072),
-        2 * 49152 * 768 * 3072,
-    )
-    assert product.bytes == 49152 * 768 + 3072 * 768 + 8 + 3 * 49152 * 3072 + 4 * 48 * 49152
-    assert (copy.kind, copy.flops) == ("other", 0)
-
-
-def test_so_has_one_of_two_fp8_types_written_both_ways():
-    (product,) = cost.kernels(OWN_FP8)
-    assert (product.kind, product.dims, product.flops) == (
-        "fp8_matmul",
-        (1, 49152, 768, 3072),
-        2 * 49152 * 768 * 3072,
-    )
-    assert product.bytes == 49152 * 768 + 3072 * 768 + 12 + 3 * 49152 * 3072 + 4 * 48 * 49152
+@pytest.mark.parametrize(("text", "scales", "others"), [(OWN, 2, 1), (OWN_FP8, 3, 0)])
+def test_an_own_matmul_has_flops_and_the_bytes_of_its_arrays(text, scales, others):
+    """Also one of two FP8 types that is written both ways."""
+    product, *copies = cost.kernels(text)
+    n, d, f = product.dims[1:]
+    assert (product.kind, product.dims) == ("fp8_matmul", (1, 49152, 768, 3072))
+    assert product.flops == 2 * 49152 * 768 * 3072
+    assert product.bytes == n * d + f * d + 4 * scales + 3 * n * f + 4 * 48 * n
+    assert [(copy.kind, copy.flops) for copy in copies] == [("other", 0)] * others
 
 
 def test_the_last_step_of_a_recipe_by_line():

@@ -141,16 +141,8 @@ def test_two_thousand_steps_on_names(tmp_path):
         pytest.skip(f"the 32,033 names are not in {text}")
     data = named_data_sets.prepare_names(tmp_path / "data", text)
     optimized = environment(XLA_FLAGS="")  # two thousand steps are worth the compiler's time
-    words = [
-        "microgpt-names",
-        "--data",
-        data,
-        "--run-dir",
-        tmp_path / "run",
-        "--no-progress",
-        "--no-sample",
-    ]
-    code, _, err = ended([start(tmp_path, optimized, *words)], 1800)[0]
+    words = "microgpt-names --no-progress --no-sample --run-dir run --data".split()
+    code, _, err = ended([start(tmp_path, optimized, *words, data)], 1800)[0]
     assert code == 0, err
     losses = list(metrics(tmp_path / "run").values())
     assert len(losses) == 2000
