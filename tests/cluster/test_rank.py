@@ -24,6 +24,10 @@ SBATCH = {"MASTER_ADDR": "n1.site", "MASTER_PORT": "29500", "WORLD_SIZE": "4"}
 ONE = {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 
 
+def without(given, name):
+    return {key: value for key, value in given.items() if key != name}
+
+
 def mpi(prefix, rank, size, local_rank, local_size):
     values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
     return {f"{prefix}_{name}": str(value) for name, value in values.items()}
@@ -187,44 +191,32 @@ def test_flags_come_before_variables():
 
 
 @pytest.mark.parametrize(
-    ("word", "environment", "flags"),
+    ("word", "environment"),
     [
-        ("MASTER_PORT", {name: TORCHRUN[name] for name in TORCHRUN if name != "MASTER_PORT"}, ()),
-        (
-            "without WORLD_SIZE",
-            {name: TORCHRUN[name] for name in TORCHRUN if name != "WORLD_SIZE"},
-            (),
-        ),
-        ("'http'", TORCHRUN | {"JAX_COORDINATOR_PORT": "http"}, ()),
-        ("NUM_PROCESSES is 2", JAXJOB | {"PROCESS_ID": "2"}, ()),
-        ("RANK is 4", TORCHRUN | {"RANK": "4"}, ()),
-        ("'one'", TORCHRUN | {"RANK": "one"}, ()),
-        ("--process-id", {}, ("b:9", 8)),
-        ("HOST:PORT", {}, ("b", 8, 1)),
-        *(("HOST:PORT", {}, (f"b:{port}", 8, 1)) for port in ("²", "0", "65536", "9" * 5000)),
-        ("JAX_COORDINATOR_ADDRESS", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ()),
-        ("HOST:PORT", {}, ("::1:29500", 8, 1)),
-        ("MASTER_ADDR is 'node..1'", TORCHRUN | {"MASTER_ADDR": "node..1"}, ()),
-        ("without MASTER_ADDR ", TORCHRUN | {"MASTER_ADDR": ""}, ()),
-        ("MASTER_PORT is '65536'", TORCHRUN | {"MASTER_PORT": "65536"}, ()),
-        ("COORDINATOR_PORT is 'http'", JAXJOB | {"COORDINATOR_PORT": "http"}, ()),
-        ("JAX_COORDINATOR_ADDRESS '::1'", TRAINER | {"JAX_COORDINATOR_ADDRESS": "::1"}, ()),
-        ("without OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE": "3"}, ()),
-        ("without JAX_COORDINATOR_ADDRESS", {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"}, ()),
-        ("without JAX_PROCESS_ID", {"JAX_NUM_PROCESSES": "2"}, ()),
-        (
-            "without JAX_NUM_PROCESSES",
-            {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"},
-            (),
-        ),
-        ("without COORDINATOR_ADDRESS", {"PROCESS_ID": "0", "NUM_PROCESSES": "2"}, ()),
-        ("without MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}, ()),
-        ("without RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ()),
-        ("RANK set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT", {"RANK": "1"}, ()),
-        ("WORLD_SIZE set without RANK, MASTER_ADDR, MASTER_PORT", {"WORLD_SIZE": "2"}, ()),
-        ("without WORLD_SIZE", {"RANK": "0", "LOCAL_RANK": "0"}, ()),
+        ("MASTER_PORT", without(TORCHRUN, "MASTER_PORT")),
+        ("without WORLD_SIZE", without(TORCHRUN, "WORLD_SIZE")),
+        ("'http'", TORCHRUN | {"JAX_COORDINATOR_PORT": "http"}),
+        ("NUM_PROCESSES is 2", JAXJOB | {"PROCESS_ID": "2"}),
+        ("RANK is 4", TORCHRUN | {"RANK": "4"}),
+        ("'one'", TORCHRUN | {"RANK": "one"}),
+        ("JAX_COORDINATOR_ADDRESS", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}),
+        ("MASTER_ADDR is 'node..1'", TORCHRUN | {"MASTER_ADDR": "node..1"}),
+        ("without MASTER_ADDR ", TORCHRUN | {"MASTER_ADDR": ""}),
+        ("MASTER_PORT is '65536'", TORCHRUN | {"MASTER_PORT": "65536"}),
+        ("COORDINATOR_PORT is 'http'", JAXJOB | {"COORDINATOR_PORT": "http"}),
+        ("JAX_COORDINATOR_ADDRESS '::1'", TRAINER | {"JAX_COORDINATOR_ADDRESS": "::1"}),
+        ("without OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE": "3"}),
+        ("without JAX_COORDINATOR_ADDRESS", {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"}),
+        ("without JAX_PROCESS_ID", {"JAX_NUM_PROCESSES": "2"}),
+        ("without JAX_NUM_PROCESSES", {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"}),
+        ("without COORDINATOR_ADDRESS", {"PROCESS_ID": "0", "NUM_PROCESSES": "2"}),
+        ("without MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}),
+        ("without RANK", {"WORLD_SIZE": "2", "MASTER_ADDR": "a"}),
+        ("RANK set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT", {"RANK": "1"}),
+        ("WORLD_SIZE set without RANK, MASTER_ADDR, MASTER_PORT", {"WORLD_SIZE": "2"}),
+        ("without WORLD_SIZE", {"RANK": "0", "LOCAL_RANK": "0"}),
         *(
-            ("without", {name: "0"}, ())
+            ("without", {name: "0"})
             for name in (
                 "PMI_RANK",
                 "MPI_LOCALRANKID",
@@ -233,49 +225,53 @@ def test_flags_come_before_variables():
                 "FLUX_TASK_RANK",
             )
         ),
-        ("without the number of processes", {"PMIX_RANK": "0"}, ()),
-        ("without PMI_SIZE", PALS, ()),
-        ("without MPI_LOCALRANKID", {"PMI_RANK": "0", "PMI_SIZE": "2"}, ()),
+        ("without the number of processes", {"PMIX_RANK": "0"}),
+        ("without PMI_SIZE", PALS),
+        ("without MPI_LOCALRANKID", {"PMI_RANK": "0", "PMI_SIZE": "2"}),
         (
             "without SLURM_STEP_NUM_TASKS",
             {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
-            (),
         ),
-        (
-            "without SLURM_LOCALID",
-            {name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"},
-            (),
-        ),
+        ("without SLURM_LOCALID", without(SLURM, "SLURM_LOCALID")),
         # One of several by Slurm, but not by what a shell has from elsewhere; and the other way
         # round.
-        ("RANK is 0 but SLURM_PROCID is 2", SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, ()),
-        ("WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS", SLURM | {"RANK": "2", "WORLD_SIZE": "1"}, ()),
-        ("WORLD_SIZE is 8 but SLURM_STEP_NUM_TASKS is 4", SLURM | SBATCH | {"WORLD_SIZE": "8"}, ()),
-        ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SLURM | ONE | SBATCH, ()),
-        ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SALLOC | SBATCH, ()),
-        ("MASTER_PORT set without RANK", BATCH | SBATCH, ()),
-        ("JAX_NUM_PROCESSES is 2 but SLURM", SLURM | {"JAX_NUM_PROCESSES": "2"}, ()),
+        ("RANK is 0 but SLURM_PROCID is 2", SLURM | {"RANK": "0", "WORLD_SIZE": "1"}),
+        ("WORLD_SIZE is 1 but SLURM_STEP_NUM_TASKS", SLURM | {"RANK": "2", "WORLD_SIZE": "1"}),
+        ("WORLD_SIZE is 8 but SLURM_STEP_NUM_TASKS is 4", SLURM | SBATCH | {"WORLD_SIZE": "8"}),
+        ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SLURM | ONE | SBATCH),
+        ("WORLD_SIZE is 4 but SLURM_STEP_NUM_TASKS is 1", SALLOC | SBATCH),
+        ("MASTER_PORT set without RANK", BATCH | SBATCH),
+        ("JAX_NUM_PROCESSES is 2 but SLURM", SLURM | {"JAX_NUM_PROCESSES": "2"}),
         (
             "WORLD_SIZE is 1 but JAX_NUM_PROCESSES is 2",
             TRAINER | {"WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            (),
         ),
-        ("PMIX_RANK is 1 but SLURM_PROCID is 0", SLURM | ONE | {"PMIX_RANK": "1"}, ()),
-        ("RANK is 1 and WORLD_SIZE is 1", {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "1"}, ()),
-        ("JAX_COORDINATOR_ADDRESS", HYDRA | {"PMI_SIZE": "4"}, ()),
-        ("SLURM_STEP_NODELIST is 'n\\[]'", SLURM | {"SLURM_STEP_NODELIST": "n[]"}, ()),
+        ("PMIX_RANK is 1 but SLURM_PROCID is 0", SLURM | ONE | {"PMIX_RANK": "1"}),
+        ("RANK is 1 and WORLD_SIZE is 1", {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "1"}),
+        ("JAX_COORDINATOR_ADDRESS", HYDRA | {"PMI_SIZE": "4"}),
+        ("SLURM_STEP_NODELIST is 'n\\[]'", SLURM | {"SLURM_STEP_NODELIST": "n[]"}),
         # RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID and nothing else.
-        (
-            "LOCAL_WORLD_SIZE",
-            {name: TORCHRUN[name] for name in TORCHRUN if name != "LOCAL_WORLD_SIZE"},
-            (),
-        ),
-        ("LOCAL_WORLD_SIZE", TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, ()),
+        ("LOCAL_WORLD_SIZE", without(TORCHRUN, "LOCAL_WORLD_SIZE")),
+        ("LOCAL_WORLD_SIZE", TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}),
     ],
 )
-def test_incomplete_variables_are_an_error(word, environment, flags):
+def test_incomplete_variables_are_an_error(word, environment):
     with pytest.raises(BadInput, match=word):
-        find_rank(environment, *flags)
+        find_rank(environment)
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("--process-id", ("b:9", 8)),
+        ("HOST:PORT", ("b", 8, 1)),
+        *(("HOST:PORT", (f"b:{port}", 8, 1)) for port in ("²", "0", "65536", "9" * 5000)),
+        ("HOST:PORT", ("::1:29500", 8, 1)),
+    ],
+)
+def test_incomplete_flags_are_an_error(word, flags):
+    with pytest.raises(BadInput, match=word):
+        find_rank({}, *flags)
 
 
 def test_gpus_are_divided_over_the_processes_of_a_node():

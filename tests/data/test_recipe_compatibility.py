@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -65,15 +66,11 @@ def test_data_that_fit(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 99}, "'format_version': expected 1, found 99"),
         ({"vocab_size": 10, "bos_id": None}, "at token position .* but its manifest.json says 10"),
         ({"tokenizer": 3}, "'tokenizer': expected a name, found 3"),
-        ({"files": []}, "'files': expected a list of one or more"),
     ],
 )
 def test_a_manifest_that_does_not(folder, changes, message):
-    import re
-
     describe(folder, **changes)
     assert re.search(message, outcome(folder))
 

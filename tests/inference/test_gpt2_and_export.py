@@ -119,18 +119,29 @@ def logits_of(recipe, params, tokens):
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, BLOCK)
 
 
-def test_logits_are_those_of_gpt2(tmp_path):
+PASSED_OVER = dict(
+    activation_function="gelu_pytorch_tanh", reorder_and_upcast_attn=True, resid_pdrop=0.3
+)
+PASSED_OVER |= dict(summary_type="mean", n_inner=4 * WIDTH, tie_word_embeddings=False, of_my_own=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "twice", "heads"),
+    [({}, [], HEADS), ({"n_head": 4}, [], 4), (PASSED_OVER, ["lm_head.weight"], HEADS)],
+    ids=["as it is", "other heads", "what changes nothing"],
+)
+def test_logits_are_those_of_gpt2(tmp_path, fields, twice, heads):
     tensors = random_gpt2()
-    path = folder_of(tmp_path / "gpt2", tensors)
-    recipe = recipe_of()
-    found = logits_of(recipe, read_parameters(path, recipe), TOKENS)
-    np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
+    more = {name: tensors["wte.weight"] for name in twice}
+    path = folder_of(tmp_path / "gpt2", tensors | more, CONFIG | fields)
     model = load_model(path)
-    assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (
-        VOCAB,
-        WIDTH,
-    )
-    np.testing.assert_allclose(logits_of(model.recipe, model.params, TOKENS), found, atol=1e-6)
+    assert model.recipe.layers == LAYERS
+    assert model.recipe.parameters["embed"].shape == (VOCAB, WIDTH)
+    found = logits_of(model.recipe, model.params, TOKENS)
+    np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS, heads=heads), atol=1e-4)
+    if heads == HEADS:
+        in_a_run = logits_of(recipe_of(), read_parameters(path, recipe_of()), TOKENS)
+        np.testing.assert_allclose(in_a_run, found, atol=1e-6)
 
 
 def test_a_prompt_is_continued_after_bos_which_is_said_or_alone(tmp_path, capsys):
@@ -341,19 +352,6 @@ def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
         )
 
 
-def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
-    fields = dict(
-        activation_function="gelu_pytorch_tanh", reorder_and_upcast_attn=True, resid_pdrop=0.3
-    )
-    fields |= dict(summary_type="mean", n_inner=4 * WIDTH, tie_word_embeddings=False, of_my_own=3)
-    tensors = random_gpt2()
-    path = folder_of(
-        tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields
-    )
-    found = logits_of(recipe_of(), read_parameters(path, recipe_of()), TOKENS)
-    np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("sizes", "sets"),
     [
@@ -376,16 +374,6 @@ def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
     recipe = find("gpt2", [*TINY[1:], *advised], trace=False).recipe
     config = gpt2.gpt2_config(recipe, CONFIG["tokenizer"])
     assert {name: config[name] for name in sizes} == sizes
-
-
-def test_the_heads_of_a_config_are_those_that_load(tmp_path):
-    tensors = random_gpt2()
-    model = load_model(folder_of(tmp_path / "gpt2", tensors, CONFIG | {"n_head": 4}))
-    np.testing.assert_allclose(
-        logits_of(model.recipe, model.params, TOKENS),
-        gpt2_forward(tensors, TOKENS, heads=4),
-        atol=1e-4,
-    )
 
 
 def test_half_precision_becomes_single(tmp_path):

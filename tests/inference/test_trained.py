@@ -342,7 +342,9 @@ def test_a_config_is_checked_when_it_is_read(tmp_path, config, words):
 
 
 def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
-    assert read_config_of(tmp_path, OWN) == OWN and read_config_of(tmp_path, GPT2) == GPT2
+    for config in (OWN, GPT2):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_config(tmp_path) == config
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(BadInput, match="config.json is not JSON text"):
         read_config(tmp_path)
@@ -350,11 +352,6 @@ def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(BadInput, match="not a regular file"):
         read_config(tmp_path)
-
-
-def read_config_of(folder, config):
-    (folder / "config.json").write_text(json.dumps(config))
-    return read_config(folder)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

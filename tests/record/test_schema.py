@@ -116,18 +116,28 @@ def test_each_field_is_required(name: str) -> None:
     assert f"field '{name}': expected" in message(run) and "found no such field" in message(run)
 
 
-def test_runs_from_before_the_preflight_have_no_kernels() -> None:
-    check({key: value for key, value in RUN.items() if key != "kernels"})
-    before_calls = {
-        key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")
-    }
-    check(changed("kernels", before_calls))
-    assert message(changed("kernels.calls", {"a": 0})).startswith(
-        "field 'kernels.calls.a': expected a whole number of"
-    )
-    assert message(changed("kernels.refused", [1])).startswith(
-        "field 'kernels.refused[0]': expected text"
-    )
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        (["kernels"], {}),
+        (["head_chunk", "remat"], {}),
+        ([], {"head_chunk": None}),
+        (["parameter_table", "active_parameters"], {"parameters": 5}),
+    ],
+)
+def test_older_runs_lack_what_came_later(names, change) -> None:
+    check({key: value for key, value in RUN.items() if key not in names} | change)
+
+
+def test_kernels_are_checked_where_a_run_has_them() -> None:
+    kernels = {key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")}
+    check(changed("kernels", kernels))
+    for place, value, says in (
+        ("kernels.calls", {"a": 0}, "'kernels.calls.a': expected a whole number of"),
+        ("kernels.refused", [1], "'kernels.refused[0]': expected text"),
+        ("head_chunk", 0, "'head_chunk': expected a whole number of 1 or more"),
+    ):
+        assert message(changed(place, value)).startswith(f"field {says}")
 
 
 def test_every_probe_is_required_of_a_run_that_had_it() -> None:
@@ -139,12 +149,6 @@ def test_every_probe_is_required_of_a_run_that_had_it() -> None:
     probes = {key: value for key, value in RUN["probes"].items() if key != "replicas_agree"}
     older = {key: value for key, value in RUN.items() if key != "kernels"}
     check(older | {"probes": probes})
-
-
-def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
-    check({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
-    check(RUN | {"head_chunk": None})
-    assert "'head_chunk': expected a whole number of 1 or more" in message(changed("head_chunk", 0))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +163,6 @@ def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
 )
 def test_both_numbers_of_parameters_follow_from_the_table(place, value, says):
     assert message(changed(place, value)).startswith(says)
-
-
-def test_runs_from_before_the_table_have_the_total_alone() -> None:
-    names = ("parameter_table", "active_parameters")
-    check({key: value for key, value in RUN.items() if key not in names} | {"parameters": 5})
 
 
 def test_a_token_reads_no_more_than_there_is() -> None:
