@@ -61,15 +61,6 @@ def test_the_model_has_the_known_hash(tokens):
 @pytest.mark.parametrize("processes", [1, 8])
 def test_the_loader_has_the_known_hash(tokens, processes):
     shards = shards_of(*tokens)
-    parts = [
-        TokenLoader(
-            shards,
-            align="bos",
-            schedule=STAGES,
-            epochs=None,
-            process_index=index,
-            process_count=processes,
-        )
-        for index in range(processes)
-    ]
+    how = {"align": "bos", "schedule": STAGES, "epochs": None, "process_count": processes}
+    parts = [TokenLoader(shards, process_index=index, **how) for index in range(processes)]
     assert digest(batch.tokens for step in zip(*parts, strict=True) for batch in step) == DIGEST

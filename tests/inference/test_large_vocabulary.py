@@ -66,19 +66,14 @@ def test_a_vocabulary_above_uint16_from_text_to_text(data, tmp_path):
         'Data("stdlib", vocab_size=257, bos_id=256', f'Data("mine", {IDS}, {IDS - 1}'
     )
     (tmp_path / "mine.py").write_text(source)
-    sets = (
-        "WIDTH=8",
-        "LAYERS=1",
-        "HEADS=2",
-        "MLP_WIDTH=8",
-        "LANES=8",
-        "LANE_LEN=16",
-        "EVAL_LEN=16",
-        "STEPS=4",
-    )
-    sets += ("EVAL_TOKENS=160", "EVAL_EVERY=4", f"VOCAB={IDS}", "HEAD_LR=0.2")
+    sets = "WIDTH=8 LAYERS=1 HEADS=2 MLP_WIDTH=8 LANES=8 LANE_LEN=16 EVAL_LEN=16 STEPS=4".split()
+    sets += ["EVAL_TOKENS=160", "EVAL_EVERY=4", f"VOCAB={IDS}", "HEAD_LR=0.2"]
     options = Options(
-        str(tmp_path / "mine.py"), data=data, run_dir=tmp_path / "run", set_=sets, target_loss=11.0
+        str(tmp_path / "mine.py"),
+        data=data,
+        run_dir=tmp_path / "run",
+        set_=(*sets,),
+        target_loss=11.0,
     )
     assert train(Options(**vars(options) | {"progress": False})) == 0  # reached: ln 70,001 is 11.2
     run = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -144,16 +144,13 @@ def test_out_of_memory_says_what_fits(plan, rows):
     assert "micro-batch of 1,024 tokens" in summary and "--micro-batch 512 needs" in summary
     fits, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [plan["step"]])
     assert fits and summary.startswith("fits: ")
-    _, summary = memory_summary(
-        FOUND.recipe, placement_here(memory=small), [replace(plan["step"], head_chunk=64)]
-    )
-    assert summary.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
-    _, summary = memory_summary(
-        FOUND.recipe, placement_here(memory=small), [replace(plan["step"], remat=True)]
-    )
-    assert summary.endswith(
-        "with a micro-batch of 512 tokens, layers recomputed for their gradients"
-    )
+    for changes, end in (
+        ({"head_chunk": 64}, "the head's loss in chunks of 64"),
+        ({"remat": True}, "layers recomputed for their gradients"),
+    ):
+        step = replace(plan["step"], **changes)
+        _, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [step])
+        assert summary.endswith(f"with a micro-batch of 512 tokens, {end}")
 
 
 def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):

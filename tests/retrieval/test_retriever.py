@@ -14,7 +14,8 @@ from jspeed.retrieval.rows import packed
 from ..data.on_disk import shards_of
 from .test_context_index import BOS, text
 
-ASKED = Retrieval(lengths=(1, 3), recent=9, top=2)
+HOW = {"lengths": (1, 3), "recent": 9, "top": 2}
+ASKED = Retrieval(**HOW)
 STAGES = [
     SimpleNamespace(steps=n, lane_len=length, max_doc_len=40, max_docs=None)
     for n, length in ((3, 60), (2, 90))
@@ -34,16 +35,8 @@ def loader_of(tokens=None):
 
 
 def retriever(lanes=slice(0, 4), tokens=None, capacity=CAPACITY, dtype=np.uint16):
-    return Retriever(
-        loader_of(tokens),
-        lengths=ASKED.lengths,
-        recent=ASKED.recent,
-        top=ASKED.top,
-        capacity=capacity,
-        bos_id=BOS,
-        dtype=np.dtype(dtype),
-        lanes=lanes,
-    )
+    more = {"capacity": capacity, "bos_id": BOS, "dtype": np.dtype(dtype), "lanes": lanes}
+    return Retriever(loader_of(tokens), **HOW, **more)
 
 
 VAL = text(np.random.default_rng(4), (2, 31))
@@ -51,9 +44,7 @@ VAL = text(np.random.default_rng(4), (2, 31))
 
 def expected():
     """Of each step its tokens, their matches in the steps before, and those of VAL after it."""
-    index = ContextIndex(
-        CAPACITY, lengths=ASKED.lengths, recent=ASKED.recent, top=ASKED.top, bos_id=BOS
-    )
+    index = ContextIndex(CAPACITY, bos_id=BOS, **HOW)
     steps = []
     with loader_of() as batches:
         for batch in batches:
