@@ -30,22 +30,22 @@ def same(place, expected, name="run", processes=2):
     )
 
 
+def same_to_rounding(place, expected, name="run"):
+    for kind, losses in place.losses(name).items():
+        np.testing.assert_allclose(list(losses.values()), list(expected[kind].values()), atol=1e-5)
+
+
 def test_one_process_alone_and_on_two_devices_trains_the_same(place, expected):
     place.run(place.line("One GPU"))
     place.run(place.line("Eight GPUs of one machine").replace("-dir run", "-dir two --mesh data=2"))
     for name in ("run", "two"):
-        for kind, losses in place.losses(name).items():
-            np.testing.assert_allclose(
-                list(losses.values()), list(expected[kind].values()), atol=1e-5
-            )
+        same_to_rounding(place, expected, name)
 
 
 def test_eight_processes_train_the_same(place, expected):
-    place.run(
-        place.line("Eight GPUs of one machine", 1, **{"--nproc-per-node 8": "--nproc-per-node 8"})
-    )
-    for kind, losses in place.losses().items():
-        np.testing.assert_allclose(list(losses.values()), list(expected[kind].values()), atol=1e-5)
+    eight = {"--nproc-per-node 8": "--nproc-per-node 8"}
+    place.run(place.line("Eight GPUs of one machine", 1, **eight))
+    same_to_rounding(place, expected)
     assert json.loads((place.folder / "run" / "run.json").read_text())["devices"]["processes"] == 8
 
 
