@@ -166,6 +166,7 @@ def on_card(
     host is added to ``stages``."""
     from jspeed.plan.host.choose import share_of
     from jspeed.plan.host.cost import exchange
+    from jspeed.run.compute.division import looked_up
 
     cluster, host = placement.cluster, placement.host
     for number, step in enumerate(steps):
@@ -173,14 +174,15 @@ def on_card(
             break
         stage, phase = divmod(number, recipe.period)
         computing = predict.simulate(step.kernels, cluster)[0].expected
-        row = exchange(recipe, step.stage, phase, host, cluster.devices, computing)
+        tokens = looked_up(recipe, step.stage, placement.mesh, step.parts)
+        row = exchange(recipe, step.stage, phase, tokens, host, cluster.devices, computing)
         terms = stages[str(stage + 1)]["terms_s"]
         waits = terms.get("table on the host", [0.0])[0]
         waits += step.stage.steps * row["exposed_ms"] / 1e3
         terms["table on the host"] = [waits, waits]
-    tokens = [recipe.tokens_per_step(step.stage) // step.parts for step in steps]
+    at_once = [recipe.tokens_per_step(step.stage) // step.parts for step in steps]
     chunks = [step.head_chunk for step in steps if step.head_chunk]
-    reduced = [f"micro-batches of {min(tokens):,} to {max(tokens):,} tokens"]
+    reduced = [f"micro-batches of {min(at_once):,} to {max(at_once):,} tokens"]
     reduced += [f"the loss in chunks of {min(chunks):,}"] if chunks else []
     reduced += ["layers recomputed"] if any(step.remat for step in steps) else []
     if host:

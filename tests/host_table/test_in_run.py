@@ -72,6 +72,39 @@ def test_a_table_on_the_host_trains_as_one_on_the_device(folder, on_device, devi
     assert np.sum(np.any(found[2] != 0, axis=1)) > 50 and losses(found[0])[-1] < 3
 
 
+@pytest.fixture(scope="module")
+def of_documents(tmp_path_factory):
+    """A folder of text in which a document begins every 12 tokens, and the recipe with lanes of
+    them, which may be cut."""
+    folder = tmp_path_factory.mktemp("documents")
+    for path in shards(folder / "data").glob("*.bin"):
+        content = np.fromfile(path, "<u2")
+        content[512::12] = 256
+        content.tofile(path)
+    edits = {
+        "LANE_LEN = 32": "LANE_LEN = 128",
+        "bos_id=256": 'bos_id=256, align="bos"',
+        "LANE_LEN, every=2)": "LANE_LEN, 12, 129, every=2)",
+        "Stage(STEPS[1], LANE_LEN)": "Stage(STEPS[1], LANE_LEN, 12, 129)",
+    }
+    source = RECIPE.read_text()
+    for before, after in edits.items():
+        assert before in source
+        source = source.replace(before, after)
+    (folder / "bigrams.py").write_text(source)
+    return folder
+
+
+def test_pieces_of_lanes_train_as_lanes(of_documents):
+    """Each piece is given the rows of its own tokens, those of its margins too."""
+    its = {"recipe": of_documents / "bigrams.py", "steps": 20}
+    whole = run(of_documents, "whole", table="host", **its)
+    pieces = run(of_documents, "pieces", table="host", micro_batch=64, **its)
+    assert pieces[1]["micro_batch"] == 64 < 128 <= whole[1]["micro_batch"]
+    assert_same(pieces, whole)
+    assert_same(run(of_documents, "two", 2, table="host", micro_batch=64, **its), whole)
+
+
 def test_only_rows_of_the_last_step_are_updated_after_it(folder, monkeypatch):
     """All others are updated while it is computed, in the first of two calls of one update."""
     calls = []

@@ -44,7 +44,8 @@ def test_seconds_of_a_step_by_hand(monkeypatch):
     recipe, moved = tables_on_host(R92.recipe), 402_653_184
     host = cost.Host(cores=4, memory_bytes=1e12, link_bytes_per_second=16e9)
     first, second = (
-        cost.exchange(recipe, recipe.stages[0], phase, host, 1, 0.120) for phase in (0, 1)
+        cost.exchange(recipe, recipe.stages[0], phase, 8 * 16_384, host, 1, 0.120)
+        for phase in (0, 1)
     )
     assert first["rows"] == 262_144 and first["bytes_each_way"] == moved
     assert first["gather_ms"] == pytest.approx(1e3 * moved / 4e9) == pytest.approx(100.66, abs=0.01)
@@ -52,7 +53,7 @@ def test_seconds_of_a_step_by_hand(monkeypatch):
     # 100.66 + 25.17 ms run beside 120 ms of computing
     assert first["update_ms"] == 0
     assert first["exposed_ms"] == pytest.approx(5.83, abs=0.01)
-    hidden = cost.exchange(recipe, recipe.stages[0], 0, host, 1, 0.2)
+    hidden = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host, 1, 0.2)
     assert hidden["exposed_ms"] == 0
     # the gradients of two steps: 805,306,368 bytes at 4 x 0.5 GB/s, of which half are the last
     # step's; a quarter of the others, and of the next rows, are of rows that it names
@@ -61,7 +62,7 @@ def test_seconds_of_a_step_by_hand(monkeypatch):
     beside = 150.99 + 75.50 - 120
     assert second["exposed_ms"] == pytest.approx(beside + 25.17 + later + 25.17, abs=0.05)
     # eight devices have a link each
-    eight = cost.exchange(recipe, recipe.stages[0], 0, host, 8, 0.120)
+    eight = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host, 8, 0.120)
     assert eight["copied_ms"] == pytest.approx(25.17 / 8, abs=0.01)
 
 
@@ -69,7 +70,10 @@ def test_updates_come_as_often_as_the_stage_says():
     recipe = tables_on_host(R92.recipe)
     host = cost.host_of(ONE)
     due = [
-        [cost.exchange(recipe, stage, phase, host, 1, 1.0)["update_ms"] > 0 for phase in range(4)]
+        [
+            cost.exchange(recipe, stage, phase, 8, host, 1, 1.0)["update_ms"] > 0
+            for phase in range(4)
+        ]
         for stage in recipe.stages
     ]
     assert due[0] == due[1] == [False, True, False, True] and due[2] == [False, False, False, True]

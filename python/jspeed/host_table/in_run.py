@@ -10,7 +10,7 @@ Rows and gradients lie in memory that devices copy from and to by themselves
 (:mod:`jspeed.host_table.pinned`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,11 @@ from jspeed.errors import BadInput
 from jspeed.host_table.checkpoint import load, save
 from jspeed.host_table.pinned import Buffer, fetched, to_host
 from jspeed.parallel.mesh import batch_rows, put_rows
-from jspeed.recipe import ParamSpec, Recipe
+from jspeed.recipe import ParamSpec, Recipe, Stage
+from jspeed.run.compute import division
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
+from jspeed.run.compute.division import pieces_of
 from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows
 from jspeed.run.compute.program import Program, eval_parts
 
@@ -74,13 +76,16 @@ class TablesOfRun:
     def serve(self, recipe: Recipe, placement: Placement, program: Program) -> Program:
         """Return ``program`` with calls, first state and evaluations that use the tables."""
         mesh = placement.mesh
-        calls = tuple(
-            tuple(
-                self._step(recipe, mesh, step, number_due(recipe, stage, phase))
-                for phase, step in enumerate(steps)
+
+        def of_stage(stage: Stage, steps: Sequence[Any], parts: int) -> tuple[Any, ...]:
+            inputs = inputs_of(recipe, stage, mesh, parts)
+            due = (number_due(recipe, stage, phase) for phase in range(recipe.period))
+            return tuple(
+                self._step(mesh, step, inputs, number)
+                for step, number in zip(steps, due, strict=True)
             )
-            for stage, steps in zip(recipe.stages, program.steps, strict=True)
-        )
+
+        calls = tuple(map(of_stage, recipe.stages, program.steps, program.parts))
 
         def init(seed: int) -> Any:
             self._begin()
@@ -145,12 +150,14 @@ class TablesOfRun:
             if table.updates:
                 self._tables[path] = make(path, self._specs[path])
 
-    def _step(self, recipe: Recipe, mesh: Mesh, step: Any, due: int) -> Callable[..., Any]:
+    def _step(
+        self, mesh: Mesh, step: Any, inputs: Callable[[Any], NDArray[Any]], due: int
+    ) -> Callable[..., Any]:
         updated = tuple(path for path, spec in self._specs.items() if due % spec.every == 0)
 
         def call(state: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
             with jax.transfer_guard("allow"):
-                found = self._named(split(recipe.beside, np.asarray(tokens))[0][:, :-1])
+                found = self._named(inputs(tokens))
                 given = self._gather(found, mesh)
             state, metrics = step(state, tokens, given)
             with jax.transfer_guard("allow"):
@@ -275,6 +282,23 @@ def make(path: str, spec: ParamSpec) -> RowTable:
             if share == SHARES[-1]:
                 raise
     raise AssertionError
+
+
+def inputs_of(
+    recipe: Recipe, stage: Stage, mesh: Mesh, parts: int
+) -> Callable[[jax.Array], NDArray[Any]]:
+    """Return what finds the inputs of a batch whose rows are looked up: those of its lanes, or of
+    the pieces into which a step over ``parts`` micro-batches cuts them."""
+    pieces = pieces_of(recipe, stage, mesh, parts)
+    if pieces == 1:
+        return lambda tokens: split(recipe.beside, np.asarray(tokens))[0][:, :-1]
+    cut = jax.jit(partial(division.cut, recipe, stage, pieces))
+
+    def inputs(tokens: jax.Array) -> NDArray[Any]:
+        with jax.default_device(host_device()):
+            return np.asarray(cut(np.asarray(tokens, np.int32))[0])[:, :-1]
+
+    return inputs
 
 
 def rates(recipe: Recipe) -> dict[str, dict[str, NDArray[np.float32]]]:

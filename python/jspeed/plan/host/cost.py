@@ -62,12 +62,6 @@ def host_of(cluster: Cluster, asked: str | None = None) -> Host | None:
     return Host(known["cores"], 1e9 * known["memory"], 1e9 * known["link"]) if known else None
 
 
-def looked_up(spec: ParamSpec, recipe: Recipe, stage: Stage) -> int:
-    """Return the number of rows that a step of ``stage`` gets of a table: one for each look-up,
-    equal ones too."""
-    return recipe.lanes * stage.lane_len * spec.lookups
-
-
 def row_bytes(spec: ParamSpec) -> int:
     """Return the bytes of a row in use, whose weights are bf16."""
     return 2 * spec.shape[1] + NUMBERS
@@ -80,11 +74,11 @@ def table_bytes(spec: ParamSpec) -> int:
 
 def buffer_bytes(recipe: Recipe) -> int:
     """Return the bytes that a run keeps besides tables: rows for the devices, and gradients since
-    the last update."""
+    the last update. Where lanes are cut into pieces, which overlap, they are more."""
     return max(
         sum(
             (BUFFERS + spec.updated_after(stage))
-            * 2 * spec.shape[1] * looked_up(spec, recipe, stage)
+            * 2 * spec.shape[1] * spec.lookups * recipe.lanes * stage.lane_len
             for spec in recipe.on_host.values()
         )
         for stage in recipe.stages
@@ -92,10 +86,16 @@ def buffer_bytes(recipe: Recipe) -> int:
 
 
 def exchange(
-    recipe: Recipe, stage: Stage, phase: int, host: Host, devices: int, computing: float
+    recipe: Recipe,
+    stage: Stage,
+    phase: int,
+    tokens: int,
+    host: Host,
+    devices: int,
+    computing: float,
 ) -> HostRow:
-    """Return what the tables take in a step of ``stage`` in which ``devices`` compute for
-    ``computing`` seconds, and what the next step waits for.
+    """Return what the tables take in a step of ``stage`` that looks up rows for so many ``tokens``
+    and in which ``devices`` compute for ``computing`` seconds, and what the next step waits for.
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. Before an update, rows that this step does not name are
@@ -105,7 +105,7 @@ def exchange(
     due = number_due(recipe, stage, phase)
     rows = moved = since = last = 0
     for spec in recipe.on_host.values():
-        its = looked_up(spec, recipe, stage)
+        its = tokens * spec.lookups
         rows, moved = rows + its, moved + 2 * spec.shape[1] * its
         if due % spec.every == 0:
             last += 2 * spec.shape[1] * its

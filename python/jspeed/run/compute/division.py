@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput
@@ -114,14 +115,8 @@ def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, r
 
 def numbers_of_pieces(recipe: Recipe, stage: Stage) -> list[int]:
     """Numbers of pieces into which a lane may be cut, each making them shorter; none where
-    documents have no bound, or tokens have numbers beside them, as rows of tables on the host."""
-    if (
-        recipe.beside
-        or recipe.on_host
-        or recipe.data.align != "bos"
-        or not stage.max_doc_len
-        or not stage.max_docs
-    ):
+    documents have no bound, or tokens have numbers beside them."""
+    if recipe.beside or recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
         return []
     numbers, longest = [], stage.lane_len
     for pieces in (2**n for n in range(1, MOST.bit_length())):
@@ -137,6 +132,28 @@ def piece_length(stage: Stage, pieces: int) -> int:
     tile = 1 if stage.lane_len % TILE or stage.lane_len < 16 * TILE else TILE
     needed = -(-stage.lane_len // pieces) + (stage.max_doc_len or 0) + 2 * MARGIN
     return min(stage.lane_len, -(-needed // tile) * tile)
+
+
+def pieces_of(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+    """Return into how many pieces a lane is cut where a device has ``parts`` micro-batches."""
+    return max(1, parts // lanes_of_device(recipe, stage, mesh))
+
+
+def looked_up(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+    """Return the tokens of a step that rows are looked up for: of lanes, or of all their pieces,
+    which overlap."""
+    pieces = pieces_of(recipe, stage, mesh, parts)
+    return recipe.lanes * pieces * piece_length(stage, pieces)
+
+
+def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+    """Bytes of a device beside a step's own, where tables lie on the host: the next step's rows,
+    and gradients that still go back."""
+    of_token = sum(
+        spec.lookups * spec.shape[1] * np.dtype(spec.dtype).itemsize
+        for spec in recipe.on_host.values()
+    )
+    return 2 * of_token * looked_up(recipe, stage, mesh, parts) // row_shards(mesh)
 
 
 def cut(
@@ -220,6 +237,7 @@ def attempts(
         parts: int, head_chunk: int | None, remat: bool, lowered: jax.stages.Lowered
     ) -> Attempt:
         need, step = measure(lowered)
+        need += in_flight_bytes(recipe, stage, mesh, parts)
         return Attempt(step, parts, head_chunk, remat, lowered, need)
 
     most = divisions(recipe, stage, mesh)[-1]

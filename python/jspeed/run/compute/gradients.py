@@ -56,10 +56,9 @@ def gradients(
     """
     ctx = replace(ctx, step=place[0], first_row=place[1])
     if parts > tokens.shape[0]:
-        assert not given, "micro-batches are whole rows where the host gives rows of tables"
         pieces = parts // tokens.shape[0]
         tokens = tokens.astype(jnp.int32)
-        return *piecewise_gradients(recipe, ctx, pieces, weight, params, tokens), {}
+        return piecewise_gradients(recipe, ctx, pieces, weight, params, tokens, given)
     tokens, given = jax.tree.map(
         lambda rows: rows.reshape(parts, -1, *rows.shape[1:]),
         (tokens.astype(jnp.int32), given),
@@ -138,10 +137,16 @@ def summed_gradients(
 
 
 def piecewise_gradients(
-    recipe: Recipe, ctx: Context, pieces: int, weight: float, params: Any, tokens: jax.Array
-) -> tuple[Any, jax.Array]:
-    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a
-    time."""
+    recipe: Recipe,
+    ctx: Context,
+    pieces: int,
+    weight: float,
+    params: Any,
+    tokens: jax.Array,
+    given: Rows,
+) -> tuple[Any, jax.Array, Rows]:
+    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time;
+    rows are ``given`` for each piece."""
     rows = tokens.shape[0]
     cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
 
@@ -151,10 +156,10 @@ def piecewise_gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
-    grads, (piece_losses, _) = summed_gradients(
-        recipe, ctx, params, loss, {}, cut_rows[:, None], counts[:, None]
-    )
-    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1)
+    one_by_one = jax.tree.map(lambda x: x[:, None], (given, cut_rows, counts))
+    grads, (piece_losses, of_given) = summed_gradients(recipe, ctx, params, loss, *one_by_one)
+    of_given = jax.tree.map(lambda x: x[:, 0], of_given)
+    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1), of_given
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:

@@ -29,6 +29,8 @@ from jspeed.run.compute.division import (
     divisions,
     evaluated_at_once,
     lanes_of_device,
+    piece_length,
+    pieces_of,
     without_room,
 )
 from jspeed.run.compute.host_tables import HostTables, Rows, given_shapes
@@ -358,7 +360,8 @@ def trace_step(
     state, shardings = state_shardings(recipe, layout, mesh)
     shape = recipe.lanes, recipe.row_words(stage.lane_len)
     tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
-    given = given_shapes(recipe, recipe.lanes, stage.lane_len, mesh)
+    pieces = pieces_of(recipe, stage, mesh, parts)
+    given = given_shapes(recipe, recipe.lanes * pieces, piece_length(stage, pieces), mesh)
 
     def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, dict[str, Any]]:
         return train_step(recipe, ctx, placement, parts, phase, state, tokens, *given)
@@ -367,12 +370,8 @@ def trace_step(
 
     # Unused arguments are kept: else arrays of the state are returned in the place of others, by
     # copies.
-    jitted = jax.jit(
-        step,
-        donate_argnums=0,
-        keep_unused=True,
-        out_shardings=(shardings, metrics),
-    )
+    out = shardings, metrics
+    jitted = jax.jit(step, donate_argnums=0, keep_unused=True, out_shardings=out)
     return jitted.trace(state, tokens, *given)
 
 
