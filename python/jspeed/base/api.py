@@ -218,9 +218,12 @@ NAMES = {
     "jspeed.run.compute.division": (
         "Attempt",
         "attempts",
+        "cut",
         "divisions",
         "lanes_of_device",
+        "looked_up",
         "micro_batches",
+        "pieces_of",
         "place",
     ),
     "jspeed.run.compute.gradients": ("weigh",),

@@ -31,10 +31,9 @@ from jspeed.host_table.checkpoint import load, save
 from jspeed.host_table.pinned import Buffer, fetched, to_host
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import ParamSpec, Recipe, Stage
-from jspeed.run.compute import division
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.division import pieces_of
+from jspeed.run.compute.division import cut, pieces_of
 from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows
 from jspeed.run.compute.program import Program, eval_parts
 
@@ -292,11 +291,11 @@ def inputs_of(
     pieces = pieces_of(recipe, stage, mesh, parts)
     if pieces == 1:
         return lambda tokens: split(recipe.beside, np.asarray(tokens))[0][:, :-1]
-    cut = jax.jit(partial(division.cut, recipe, stage, pieces))
+    in_pieces = jax.jit(partial(cut, recipe, stage, pieces))
 
     def inputs(tokens: jax.Array) -> NDArray[Any]:
         with jax.default_device(host_device()):
-            return np.asarray(cut(np.asarray(tokens, np.int32))[0])[:, :-1]
+            return np.asarray(in_pieces(np.asarray(tokens, np.int32))[0])[:, :-1]
 
     return inputs
 

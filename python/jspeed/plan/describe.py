@@ -35,7 +35,8 @@ from jspeed.plan.schema import (
 from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import flops_per_token, is_matrix, scored_shape
-from jspeed.run.compute import division, program
+from jspeed.run.compute import program
+from jspeed.run.compute.division import looked_up
 from jspeed.run.evidence.probes import evaluations_after
 
 
@@ -46,8 +47,7 @@ def describe_stage(
     cluster, stage, kernels = placement.cluster, step.stage, step.kernels
     total, collectives = predict.simulate(kernels, cluster)
     expected, host, phase = total.expected, placement.host, (number - 1) % recipe.period
-    looked_up = division.looked_up(recipe, stage, placement.mesh, step.parts)
-    asked = recipe, stage, phase, looked_up
+    asked = recipe, stage, phase, looked_up(recipe, stage, placement.mesh, step.parts)
     on_host = exchange(*asked, host, cluster.devices, expected) if host else None
     expected += on_host["exposed_ms"] / 1e3 if on_host else 0.0
     computing = [kernel for kernel in kernels if not kernel.collective]
