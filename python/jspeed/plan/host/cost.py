@@ -94,8 +94,9 @@ def exchange(
     devices: int,
     computing: float,
 ) -> HostRow:
-    """Return what the tables take in a step of ``stage`` that looks up rows for so many ``tokens``
-    and in which ``devices`` compute for ``computing`` seconds, and what the next step waits for.
+    """Return what the tables take in a step of ``stage``, and what the next step waits for.
+
+    Rows are looked up for so many ``tokens``, and ``devices`` compute for ``computing`` seconds.
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. Before an update, rows that this step does not name are
