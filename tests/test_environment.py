@@ -53,7 +53,7 @@ CONSTANTS = """
 import json, sys
 import jax
 from jspeed.model.layers import key_of, row_keys
-from jspeed.model.ngrams import signs
+from jspeed.speedrun.ngrams import signs
 
 def constants():
     tokens = jax.numpy.arange(40).reshape(1, 40)
