@@ -239,7 +239,7 @@ def test_a_step_that_own_kernels_do_not_fit_does_without(said, monkeypatch):
     def compile_program(recipe, placement, rows):
         if placement.device.own_kernels:
             raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
-        return types.SimpleNamespace(attention=placement.device.attention)
+        return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernel XSA"))
@@ -298,7 +298,7 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     def compile_program(recipe, placement, rows):
         if placement.device.attention == "cudnn":
             raise jax.errors.JaxRuntimeError("INTERNAL: no execution plan\nand more")
-        return types.SimpleNamespace(attention=placement.device.attention)
+        return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), with_cudnn()))

@@ -167,20 +167,6 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
     return next((text for text in gather(f"checked: {name}", reason) if text), None)
 
 
-def compiled(
-    recipe: Recipe,
-    checked: Preflight,
-    rows: int,
-    fields: Mapping[str, Any],
-    console: Console,
-    build: Build | None = None,
-) -> tuple[Program, Preflight]:
-    """Return what :func:`compile_or_fall_back` does, and count what it calls
-    (:func:`count_kernels`)."""
-    program, checked = compile_or_fall_back(recipe, checked, rows, fields, console, build)
-    return program, count_kernels(program, checked, fields, console)
-
-
 def compile_or_fall_back(
     recipe: Recipe,
     checked: Preflight,
@@ -190,7 +176,8 @@ def compile_or_fall_back(
     build: Build | None = None,
 ) -> tuple[Program, Preflight]:
     """Compile the run's program, or ``build`` it for a placement. If that fails at the real shapes,
-    first drop own kernels, then try the next backend.
+    first drop own kernels, then try the next backend. What it calls is counted
+    (:func:`count_kernels`).
 
     All processes use the same backend, and none continues before all have compiled: gloo
     collectives time out after 30 s. Raises :class:`BadInput` for a backend or own kernels that were
@@ -213,7 +200,7 @@ def compile_or_fall_back(
         )
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
-            return program, checked
+            return program, count_kernels(program, checked, fields, console)
         own = bool(device.own_kernels)
         check_may_drop(device, fields, reason, error)
         refused = (
