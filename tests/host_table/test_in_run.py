@@ -87,12 +87,17 @@ def of_documents(tmp_path_factory):
         "LANE_LEN, every=2)": "LANE_LEN, 12, 129, every=2)",
         "Stage(STEPS[1], LANE_LEN)": "Stage(STEPS[1], LANE_LEN, 12, 129)",
     }
+    (folder / "bigrams.py").write_text(edited(edits))
+    return folder
+
+
+def edited(edits):
+    """Return the recipe's text with these edits."""
     source = RECIPE.read_text()
     for before, after in edits.items():
         assert before in source
         source = source.replace(before, after)
-    (folder / "bigrams.py").write_text(source)
-    return folder
+    return source
 
 
 def test_pieces_of_lanes_train_as_lanes(of_documents):
@@ -103,6 +108,25 @@ def test_pieces_of_lanes_train_as_lanes(of_documents):
     assert pieces[1]["micro_batch"] == 64 < 128 <= whole[1]["micro_batch"]
     assert_same(pieces, whole)
     assert_same(run(of_documents, "two", 2, table="host", micro_batch=64, **its), whole)
+
+
+def test_each_table_has_updates_of_its_own(folder, tmp_path):
+    """Of two tables, one is updated in every second step, and the other's gradients stay."""
+    edits = {
+        '    "zero": ParamSpec': """    "few": ParamSpec(
+        (64, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=2, lookups=1
+    ),
+    "zero": ParamSpec""",
+        "    return found_BTD.astype": """    found_BTD += ctx.fetch(params["few"], tokens_BT % 64)
+    return found_BTD.astype""",
+        '    return {"rows": row_adam(': """    few = row_adam(lambda update: 0.03, betas, eps=1e-8, weight_decay=lambda update: 2.0)
+    return {"few": few, "rows": row_adam(""",
+        'named_rows={"rows"': 'named_rows={"few": lambda tokens_BT: tokens_BT % 64, "rows"',
+    }
+    recipe = tmp_path / "bigrams.py"
+    recipe.write_text(edited(edits))
+    on_device = run(folder, "two on device", recipe=recipe, steps=24)
+    assert_same(run(folder, "two on host", recipe=recipe, steps=24, table="host"), on_device)
 
 
 def test_only_rows_of_the_last_step_are_updated_after_it(folder, monkeypatch):

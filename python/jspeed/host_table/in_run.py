@@ -43,10 +43,10 @@ LEFT_OUT = -1  # of an update
 
 
 class Pending(NamedTuple):
-    """A step whose gradients wait for an update."""
+    """A step whose gradients of a table wait for its update."""
 
-    found: Found
-    gradients: dict[str, list[NDArray[Any]]]  # [B, ids, D], in parts
+    rows: NDArray[np.int32]  # [B x ids]
+    gradients: list[NDArray[Any]]  # [B, ids, D], in parts
     loss: jax.Array
 
 
@@ -62,7 +62,7 @@ class TablesOfRun:
         self._tables = {path: make(path, spec) for path, spec in self._specs.items()}
         self._names = {path: jax.jit(recipe.named_rows[path]) for path in self._specs}
         self._rates = rates(recipe)
-        self._pending: list[Pending] = []
+        self._pending: dict[str, list[Pending]] = {path: [] for path in self._specs}
         self._worker = ThreadPoolExecutor(1, "rows of tables")
         self._futures: list[Future[None]] = []
         # of an update under way: when rows that its last step did not name are done, and those that
@@ -144,8 +144,8 @@ class TablesOfRun:
     def _begin(self) -> None:
         """Begin with tables of zeros."""
         self.wait()
-        self._pending = []
         for path, table in self._tables.items():
+            self._pending[path] = []
             if table.updates:
                 self._tables[path] = make(path, self._specs[path])
 
@@ -199,7 +199,9 @@ class TablesOfRun:
     def _named(self, tokens_BT: NDArray[Any]) -> Found:
         """Return the rows that tokens name, found beside the devices' own work."""
         with jax.default_device(host_device()):
-            return {path: np.asarray(names(tokens_BT)) for path, names in self._names.items()}
+            return {
+                path: np.asarray(names(tokens_BT), np.int32) for path, names in self._names.items()
+            }
 
     def _gather(self, found: Found, mesh: Mesh) -> dict[str, jax.Array]:
         """Put the rows ``found`` in each table on the devices, ``[B, ids, D]``."""
@@ -236,7 +238,7 @@ class TablesOfRun:
         computed meanwhile; in a thread."""
         for path, last in named.items():
             number = self._tables[path].updates
-            waiting = [step.found[path].reshape(-1) for step in self._pending]
+            waiting = [step.rows for step in self._pending[path]]
             rows = np.concatenate([np.zeros(0, np.int32), *waiting])
             again = np.isin(rows, last, kind="table")
             if len(rows):
@@ -247,22 +249,23 @@ class TablesOfRun:
     def _take(self, found: Found, gradients: Rows, loss: jax.Array) -> None:
         """Keep the ``gradients`` of a step until the next update, and end one that has begun; in a
         thread."""
-        its = {path: fetched(array) for path, array in gradients.items()}
-        self._pending.append(Pending(found, its, loss))
+        for path, array in gradients.items():
+            self._pending[path].append(Pending(found[path].reshape(-1), fetched(array), loss))
         for path, (number, rows) in self._due.items():
             self._update(path, number, rows)
-        if self._due:
-            self._pending, self._due = [], {}
+            self._pending[path] = []
+        self._due = {}
 
     def _update(self, path: str, number: int, rows: NDArray[np.integer[Any]]) -> None:
         """Make update ``number`` of a table by the gradients that wait, which are of ``rows``."""
         table = self._tables[path]
         rates = {name: float(values[number]) for name, values in self._rates[path].items()}
-        parts = [part for step in self._pending for part in step.gradients[path]]
+        waiting = self._pending[path]
+        parts = [part for step in waiting for part in step.gradients]
         try:
             table.update(number, rows, [part.reshape(-1, table.width) for part in parts], **rates)
         except BadInput:
-            if all(np.isfinite(float(step.loss)) for step in self._pending):
+            if all(np.isfinite(float(step.loss)) for step in waiting):
                 raise  # else the loop ends the run as diverged
 
 
