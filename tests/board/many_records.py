@@ -148,8 +148,8 @@ def demonstration(records: Path) -> None:
     (records / track / "odd" / f"recipe-{run['recipe_sha256'][:8]}.py").write_text(source)
     fill(records, "stdlib/cpu", 6, 5)
     files = [f"fineweb/{name}/track.toml" for name in ("1xGPU", "steps")]
-    for name in (*files, "history/modded-nanogpt.csv"):
-        (records / name).parent.mkdir(parents=True)
+    for name in (*files, "history/modded-nanogpt.csv", "history/prices.csv"):
+        (records / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "records" / name, records / name)
 
 

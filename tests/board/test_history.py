@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from jspeed.board.history import COLUMNS, read_history
+from jspeed.board.records.prices import dollars, read_prices
 from jspeed.errors import BadInput
+from jspeed.plan.target import load_target
 
 RECORDS = Path(__file__).parents[2] / "records"
 ROWS = read_history(RECORDS, "modded-nanogpt")
@@ -115,3 +117,29 @@ def test_a_short_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "history" / "x.csv").write_text(",".join(COLUMNS) + "\n1,45.0,05/28/24\n")
     row = read_history(tmp_path, "x")[0]
     assert row["tokens_per_step"] == [] and row["steps"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["b200", "h200", "h100", "a100", "a100-40", "l40s", "rtx4090", "rtx3090"]
+)
+def test_prices_are_those_of_the_plans(name):
+    target = load_target(name)
+    devices = {"kind": target.device_kind, "count": 8}
+    assert dollars(devices, 1800, read_prices(RECORDS)) == 4 * target.data_sheet.dollars_per_hour
+
+
+def test_a_wrong_table_of_prices_is_one_sentence(tmp_path):
+    assert (
+        read_prices(tmp_path) == [] and dollars({"kind": "NVIDIA GH200", "count": 1}, 1, []) is None
+    )
+    table = tmp_path / "history" / "prices.csv"
+    table.parent.mkdir()
+    for text, said in [
+        ("device,price\n", "expected the columns device, dollars_per_hour"),
+        ("device,dollars_per_hour,date,source\nH100,free,2026-01-01,x\n", "line 2 is not a price"),
+        ("device,dollars_per_hour,date,source\nH100,nan,2026-01-01,x\n", "line 2 is not a price"),
+        ("device,dollars_per_hour,date,source\nH100,1,today,x\n", "line 2 is not a price"),
+    ]:
+        table.write_text(text)
+        with pytest.raises(BadInput, match=said):
+            read_prices(tmp_path)

@@ -84,7 +84,9 @@ def test_the_page_says_what_the_board_says(records, shown):
     best = headline["entries"][0]
     seconds = [run["timed_seconds"] for run in best["runs"]]
     assert best["seconds"]["mean"] == pytest.approx(sum(seconds) / len(seconds))
+    assert best["dollars"] == pytest.approx(best["wall_seconds"] / 3600 * 8 * 3.49)
     for expected in (
+        f"${best['dollars']:.2f}",
         f"{best['seconds']['mean']:,.0f} s", f"{best['loss']['mean']:.4f} (n = 8)", "39.9 s",
         "missed the target",
         "Against r011", "6 lines added, 6 removed.", "t-test p = ", "Seconds saved, parent by \

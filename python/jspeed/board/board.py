@@ -130,6 +130,7 @@ class Facts(TypedDict):
     seconds: Spread | None  # of the runs that converged
     compile_seconds: float
     wall_seconds: float
+    dollars: float | None  # of wall_seconds on these devices; null where they have no price
     # (step, timed seconds, validation loss) of the first that converged
     curve: list[tuple[int, float, float | None]]
     curve_seed: int

@@ -21,6 +21,11 @@ def seconds(value: float | None) -> str:
     )
 
 
+def dollars(value: float | None) -> str:
+    """Return dollars with two decimals, none from 100."""
+    return NONE if value is None else f"${value:,.0f}" if value >= 100 else f"${value:.2f}"
+
+
 def loss(value: float | None) -> str:
     """Return a loss with four decimals."""
     return NONE if value is None else f"{value:.4f}"

@@ -32,6 +32,7 @@ from jspeed.board.board import (
 )
 from jspeed.board.parents import Rounds, compare_with_parent, rounds
 from jspeed.board.records.landing import landed
+from jspeed.board.records.prices import dollars
 from jspeed.board.records.same_data import DataSet, data_of_track, data_sets
 from jspeed.board.records.store import Records, Row
 from jspeed.board.records.track import Track, track_without_rules
@@ -224,6 +225,7 @@ def facts_of(records: Records, of_track: TrackRuns, rows: Sequence[Row]) -> Fact
         why_not += [f"its recipe {what}" for what in beyond(source or "")]
     missed = loss is None or loss["mean"] > track.rules["target_loss"]
     cut_short = asked_for_less(last) is not None and missed
+    wall_seconds = fmean(run["wall_seconds"] for run in runs)
     return {
         "recipe": last["recipe"], "recipe_hash": last["recipe_hash"], "overrides":
         last["overrides"],
@@ -237,7 +239,8 @@ def facts_of(records: Records, of_track: TrackRuns, rows: Sequence[Row]) -> Fact
         "flops_per_token": last["flops_per_token"], "target_loss": last["target_loss"],
         "seconds": spread([run["timed_seconds"] for run in ended]),
         "compile_seconds": fmean(run["compile_seconds"] for run in runs),
-        "wall_seconds": fmean(run["wall_seconds"] for run in runs),
+        "wall_seconds": wall_seconds,
+        "dollars": dollars(last["devices"], wall_seconds, records.prices),
         "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in
         example["curve"]],
         "curve_seed": example["seed"],

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from jspeed.base.files import read_input, read_regular, write_whole
 from jspeed.board.records import preregistration
+from jspeed.board.records.prices import Price, read_prices
 from jspeed.board.records.track import NAME as TRACK_NAME
 from jspeed.board.records.track import Track, read_track, track_of
 from jspeed.board.records.weights import NAME as WEIGHTS
@@ -91,6 +92,11 @@ class Records:
     audits: dict[Path, Audit] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+    @cached_property
+    def prices(self) -> list[Price]:
+        """What an hour of devices costs."""
+        return read_prices(self.folder)
 
     @cached_property
     def preregistered(self) -> Mapping[str, Mapping[str, list[Row]]]:

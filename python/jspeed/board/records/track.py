@@ -60,6 +60,7 @@ Rules = TypedDict(
         "significance.price_per_step": NotRequired[NotNegative],
         "significance.failures": Whole,
         "significance.source": str,
+        "references.text": NotRequired[str],  # results of others, with their sources
     },
 )
 
