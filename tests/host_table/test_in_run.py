@@ -112,15 +112,17 @@ def test_pieces_of_lanes_train_as_lanes(of_documents):
 
 def test_each_table_has_updates_of_its_own(folder, tmp_path):
     """Of two tables, one is updated in every second step, and the other's gradients stay."""
-    edits = {
-        '    "zero": ParamSpec': """    "few": ParamSpec(
+    few = """    "few": ParamSpec(
         (64, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=2, lookups=1
     ),
-    "zero": ParamSpec""",
-        "    return found_BTD.astype": """    found_BTD += ctx.fetch(params["few"], tokens_BT % 64)
-    return found_BTD.astype""",
-        '    return {"rows": row_adam(': """    few = row_adam(lambda n: 0.03, betas, eps=1e-8, weight_decay=abs)
-    return {"few": few, "rows": row_adam(""",
+"""
+    adam = """    few = row_adam(falling, betas, eps=1e-8, weight_decay=lambda update: 2.0)
+    return {"few": few, "rows": row_adam("""
+    edits = {
+        '    "zero": ParamSpec': few + '    "zero": ParamSpec',
+        "    return found_BTD": '    found_BTD += ctx.fetch(params["few"], tokens_BT % 64)\n'
+        "    return found_BTD",
+        '    return {"rows": row_adam(': adam,
         'named_rows={"rows"': 'named_rows={"few": lambda tokens_BT: tokens_BT % 64, "rows"',
     }
     recipe = tmp_path / "bigrams.py"
