@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jspeed.base.files import PROGRAMS, cache_folder
+from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
@@ -25,7 +26,7 @@ from jspeed.run.train import train
 from jspeed.saved import programs as saved
 from jspeed.saved.hooks import add
 
-from ..multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
+from ..multi_process import SAME_BITS, TOY, ended, environment, metrics, places, shards, start, toy
 from ..run.compute.steps import batches, mesh_of
 from ..toys import TINY, TOYS
 
@@ -70,7 +71,7 @@ def tried(*sets, recipe="stdlib", mesh=None, rows=ROWS):
     loaded = find(str(recipe), [*TOYS.get(str(recipe), TINY), *sets])
     mesh = mesh or mesh_of(2)
     placement = place(loaded.recipe, mesh, "zero1", device_of(mesh, recipe=loaded.recipe))
-    return saved.saved_or_compiled(loaded, placement, rows)
+    return saved.programs_of_run(loaded, placement, rows, True)
 
 
 def losses(program, recipe, mesh, count=3):
@@ -225,7 +226,7 @@ def test_room_is_bounded(filled, monkeypatch):
     assert list(folder.iterdir()) == [theirs]
 
 
-def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
+def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, monkeypatch):
     data = shards(tmp_path / "shards")
     words = Options(
         "stdlib", data=data, steps=1, set_=(*TOY, "LAYERS=1"), progress=False, sample=False
@@ -240,7 +241,7 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, no_compiler):
     run("first")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(before) == 5
-    no_compiler()
+    monkeypatch.delattr(saved, "read")
     planned = dataclasses.replace(HOOKS, planned=lambda _: True)
     run("planned", planned)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
@@ -283,3 +284,58 @@ def test_a_hash_is_of_the_program_alone():
     other = text.replace('1 "a.py"\n', '1 "b.py"\n2 "c.py"\n') + line.replace("3}", "5}")
     assert text_hash(text + line) == text_hash(other)
     assert text_hash(text + line) != text_hash(text + line.replace("add", "multiply"))
+
+
+FIRST_ALONE = """
+from jspeed.base import processes
+from jspeed.cli.main import main
+from jspeed.saved import programs as saved
+compile_program = saved.compile_program
+def of_first(*given, **named):
+    assert processes.index() == 0, "another process compiles"
+    return compile_program(*given, **named)
+saved.compile_program = of_first
+main("run")
+"""
+
+
+def of_two(cwd, *words):
+    """Start two processes, of which the second may not compile."""
+    command = [sys.executable, "-c", FIRST_ALONE, *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    variables = places(2, JAX_NUM_CPU_DEVICES=1, **SAME_BITS)
+    return ended([subprocess.Popen(command, cwd=cwd, env=each, **pipes) for each in variables])
+
+
+def test_the_first_of_two_processes_compiles_for_both(tmp_path):
+    """It saves what it compiles; the next start loads it, and sends it too."""
+    shards(tmp_path / "shards")
+    words = ["--data", "shards", "--steps", 3, *toy("LAYERS=1"), "--run-dir"]
+    for name, loaded in (("compiled", "false"), ("loaded", "true")):
+        done = of_two(tmp_path, *words, name)
+        assert [code for code, _, _ in done] == [0, 0], done
+        assert f'"loaded": {loaded}' in (tmp_path / name / "run.json").read_text()
+    assert metrics(tmp_path / "compiled") == metrics(tmp_path / "loaded")
+
+
+def test_what_the_first_raises_all_raise(monkeypatch):
+    """As bad input or as JAX's error, with its text."""
+    sent = {}
+
+    def first(name, make):
+        return sent[name] if sent else sent.setdefault(name, make())
+
+    monkeypatch.setattr(saved.processes, "first", first)
+    for error, kind in (
+        (BadInput("no room"), BadInput),
+        (KeyError("x"), jax.errors.JaxRuntimeError),
+    ):
+        sent.clear()
+
+        def fails(error=error):
+            raise error
+
+        with pytest.raises(type(error)):
+            saved.from_first(fails, None)
+        with pytest.raises(kind, match=str(error)):
+            saved.from_first(None, None)

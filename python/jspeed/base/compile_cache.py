@@ -81,11 +81,12 @@ def use_no_compile_cache() -> None:
 @contextmanager
 def without_compile_cache() -> Iterator[None]:
     """Neither read nor write the compile cache in the block."""
+    before = jax.config.values["jax_enable_compilation_cache"]
     use_no_compile_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_enable_compilation_cache", before)
         ask_again_for_compile_cache()
 
 

@@ -42,6 +42,11 @@ class Group(Protocol):
         ``name``."""
         ...
 
+    def first(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """Return what ``make`` returns on process 0, which alone calls it; all call this as often
+        with a ``name``."""
+        ...
+
     def result(self, record: Mapping[str, Any]) -> None:
         """Leave this process's ``record`` for whoever launched it."""
         ...
@@ -80,6 +85,10 @@ class Alone:
     def gather(self, name: str, value: Any) -> list[Any]:
         """:meth:`Group.gather`: its own."""
         return [value]
+
+    def first(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """:meth:`Group.first`: its own."""
+        return make()
 
     def result(self, record: Mapping[str, Any]) -> None:
         """:meth:`Group.result`: nobody asks."""
@@ -125,6 +134,11 @@ def gather(name: str, value: Any) -> list[Any]:
 def broadcast(name: str, value: Any) -> Any:
     """Return process 0's ``value``, any JSON, on every process: of a :func:`gather`, the first."""
     return gather(name, value)[0]
+
+
+def first(name: str, make: Callable[[], bytes]) -> bytes:
+    """:meth:`Group.first`."""
+    return _group.first(name, make)
 
 
 def on_failure(cleanup: Callable[[], None]) -> Callable[[], None]:

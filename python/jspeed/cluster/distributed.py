@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ class Store(Protocol):
 
     def key_value_set(self, key: str, value: str) -> None: ...  # noqa: D102
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...  # noqa: D102
+    def key_value_set_bytes(self, key: str, value: bytes) -> None: ...  # noqa: D102
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes: ...  # noqa: D102
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...  # noqa: D102
 
 
@@ -144,9 +147,7 @@ def gather(name: str, value: Any) -> list[Any]:
     store = client()
     if store is None:
         return [value]
-    _gathered[name] += 1
-    if (times := _gathered[name]) > 1:
-        name = f"{name}, time {times}"
+    name = numbered(name)
     store.key_value_set(f"jspeed/{name}/{process_index()}", json.dumps(value))
     barrier(name)
     found = {
@@ -154,6 +155,33 @@ def gather(name: str, value: Any) -> list[Any]:
         for key, text in store.key_value_dir_get(f"jspeed/{name}/")
     }
     return [json.loads(found[index]) for index in range(process_count())]
+
+
+def first(name: str, make: Callable[[], bytes]) -> bytes:
+    """Return what ``make`` returns on process 0, which alone calls it; all call this as often with
+    a ``name``.
+
+    Raises :class:`BadInput` as :func:`barrier` does.
+    """
+    store = client()
+    if store is None:
+        return make()
+    name = numbered(name)
+    value = b""
+    if process_index() == 0:
+        value = make()
+        store.key_value_set_bytes(f"jspeed/{name}", value)
+    barrier(name)
+    if process_index():
+        value = store.blocking_key_value_get_bytes(f"jspeed/{name}", 1000 * LIMIT)
+    return value
+
+
+def numbered(name: str) -> str:
+    """Return ``name`` with the number of its use, from the second on."""
+    _gathered[name] += 1
+    times = _gathered[name]
+    return f"{name}, time {times}" if times > 1 else name
 
 
 def barrier(name: str) -> None:

@@ -91,6 +91,7 @@ class Joined:
         self.index, self.count = distributed.process_index(), distributed.process_count()
 
     gather = staticmethod(distributed.gather)
+    first = staticmethod(distributed.first)
     on_failure = staticmethod(failure.on_failure)
 
     def result(self, record: Mapping[str, Any]) -> None:

@@ -42,8 +42,8 @@ def no_host_tables(recipe: Recipe) -> HostTables:
     raise BadInput("--table host needs jspeed.host_table, which is not installed; leave it out")
 
 
-def made_anew(loaded: LoadedRecipe, placement: Placement, rows: int) -> Program:
-    """Compile the programs of a run: nobody here saves any."""
+def made_anew(loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool) -> Program:
+    """Compile the programs of a run: nobody here saves any, or sends them to other processes."""
     return compile_program(loaded.recipe, placement, rows)
 
 
@@ -86,12 +86,13 @@ class Hooks:
     before anything is compiled. Raises BadInput where they do not fit.
 
     Of devices: ``preflight(recipe, placement, fields, console)`` returns what of a device works.
-    ``compiled(recipe, that, evaluation's rows, fields, console, build)`` makes the programs of it,
+    ``compiled(recipe, that, fields, console, build)`` makes its programs by ``build(placement)``,
     with less where they cannot be compiled. All processes call both, and agree. ``faults(device,
     whether documents are packed, the programs' texts)`` names versions that are known to be bad.
 
-    ``saved(recipe with its fields, placement, evaluation's rows)`` compiles the programs, or loads
-    those that the same run has made before.
+    ``saved(recipe with its fields, placement, evaluation's rows, keeps)`` compiles the programs.
+    Where the run ``keeps`` them it loads those that the same run has made before. All processes
+    call it, and one may compile for all.
 
     Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
     ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
@@ -113,11 +114,11 @@ class Hooks:
         checked.unchecked
     )
     compiled: Callable[
-        [Recipe, Preflight, int, Mapping[str, Any], Console, Build | None],
+        [Recipe, Preflight, Mapping[str, Any], Console, Build],
         tuple[Program, Preflight],
     ] = checked.compile_together
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
-    saved: Callable[[LoadedRecipe, Placement, int], Program] = made_anew
+    saved: Callable[[LoadedRecipe, Placement, int, bool], Program] = made_anew
     planned: Callable[[Path | None], bool] = unplanned
     place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing

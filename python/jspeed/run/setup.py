@@ -349,15 +349,12 @@ def compile_and_warm_up(
     :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, checked.placement.mesh
 
-    def saved(placement: Placement) -> Program:
-        return hooks.saved(loaded, placement, len(rows))
+    def build(placement: Placement) -> Program:
+        return hooks.saved(loaded, placement, len(rows), saves)
 
-    build = saved if saves else None
     while True:
         with clock.section("compile"):
-            program, checked = hooks.compiled(
-                recipe, checked, len(rows), loaded.fields, console, build
-            )
+            program, checked = hooks.compiled(recipe, checked, loaded.fields, console, build)
             if options.accuracy:
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
                 program = replace(program, accuracy=counted)

@@ -1,5 +1,5 @@
-"""A run's programs as machine code, saved where they are first compiled. The next start of the same
-run loads them, and neither traces nor compiles.
+"""A run's programs as machine code: saved where they are first compiled, and sent from the first of
+several processes to the others. Who loads them neither traces nor compiles.
 
 An executable is a file, named by the text that it was compiled from and all else that machine code
 depends on. A list, for a recipe with its fields, data and devices, names the executables of a run.
@@ -9,9 +9,12 @@ nothing else, there are lists only of recipes whose text reaches for nothing out
 (:func:`jspeed.run.evidence.source.beyond`: no file, environment or module of one's own) and draws
 nothing at random. Others are traced at every start; what they compile is found by its text.
 
-Only the command ``jspeed run`` does so: who calls :func:`jspeed.run.train.train` may have changed
-functions that no file tells of. A preregistered run makes its own programs, and so do several
-processes. JAX's own cache is left out: XLA for CPUs cannot serialise what was loaded.
+Only the command ``jspeed run`` keeps files: who calls :func:`jspeed.run.train.train` may have
+changed functions that no file tells of. A preregistered run makes its own programs. JAX's own cache
+is left out: XLA for CPUs cannot serialise what was loaded.
+
+Of several processes whose machines are alike, the first compiles for all: no two then run what was
+tuned apart.
 """
 
 import ast
@@ -33,6 +36,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled, Lowered
 
+from jspeed.base import processes
 from jspeed.base.compile_cache import without_compile_cache
 from jspeed.base.compiler import Compile, options_for
 from jspeed.base.files import PROGRAMS, cache_folder, sha256_of, write_whole
@@ -52,41 +56,128 @@ NO_MATTER = re.compile("jax_.*(cache|log|dump|traceback|explain).*")  # settings
 FACTS = ("micro_tokens", "eval_rows", "head_chunk", "remat", "parts", "inside")
 
 
-def saved_or_compiled(loaded: LoadedRecipe, placement: Placement, rows: int) -> Program:
-    """Return what :func:`jspeed.run.compute.program.compile_program` does, loaded where it can be;
-    what was compiled is saved for the next time."""
-    make = partial(compile_program, loaded.recipe, placement, rows)
-    try:
-        folder = cache_folder() / PROGRAMS
-        folder.mkdir(parents=True, exist_ok=True)
-    except (BadInput, OSError):
+class Store:
+    """Executables by name, with their machine code, for the devices of a placement; as files too
+    where there is a ``folder``."""
+
+    def __init__(self, placement: Placement, folder: Path | None = None) -> None:
+        self.devices = list(placement.mesh.devices.flat)
+        self.folder = folder
+        self.code: dict[str, Any] = {}
+        self.names: dict[int, str] = {}  # by the executable's id
+
+    def find(self, name: str) -> Any:
+        """Return the executable called ``name``; None where there is none that can be used."""
+        kept = self.code.get(name) or (read(self.folder / name) if self.folder else None)
+        if kept is None:
+            return None
+        try:
+            made = from_machine_code(kept, self.devices)
+        except Exception as error:  # whatever a backend says: it is compiled again
+            say(f"note: the program {name} is not used: {type_and_line(error)}")
+            return None
+        self.code[name], self.names[id(made)] = kept, name
+        return made
+
+    def keep(self, name: str, made: Compiled) -> None:
+        """Keep an executable, where its backend can serialise it and a folder has room."""
+        with suppress(Exception):
+            kept = machine_code(made)
+            if self.folder is None or save(self.folder / name, kept):
+                self.code[name], self.names[id(made)] = kept, name
+
+
+def programs_of_run(loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool) -> Program:
+    """Return what :func:`jspeed.run.compute.program.compile_program` does. A run that ``keeps``
+    programs loads those that it has saved, and saves what it compiles.
+
+    Several processes call this together; what fails on the first, fails on all.
+    """
+    several = processes.count() > 1
+    store = Store(placement, folder() if keeps else None)
+    if without_jit() or (not alike(placement) if several else store.folder is None):
+        return compile_program(loaded.recipe, placement, rows)
+    make = partial(loaded_or_compiled, loaded, placement, rows, store)
+    if not several:
         return make()
-    off = not jax.config.values["jax_enable_compilation_cache"]
-    if off or without_jit() or jax.process_count() > 1:
-        return make()
+    sent = from_first(make, store)
+    if isinstance(sent, Program):
+        return sent
+    description, store.code = sent
+    found = description and made_of(description, placement, store)
+    return found or compile_program(loaded.recipe, placement, rows)
+
+
+def folder() -> Path | None:
+    """Return the folder of programs; None where nothing may be kept."""
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    with suppress(BadInput, OSError):
+        found = cache_folder() / PROGRAMS
+        found.mkdir(parents=True, exist_ok=True)
+        return found
+    return None
+
+
+def alike(placement: Placement) -> bool:
+    """Whether what is compiled in one process is machine code for all."""
+    return len(set(processes.gather("surroundings", digest(*surroundings(placement))))) == 1
+
+
+def from_first(make: Callable[[], Program], store: Store) -> Program | tuple[Any, dict[str, Any]]:
+    """Return the program on the first process, which alone makes it; on the others its description,
+    None where it has none, and its machine code.
+
+    What ``make`` raises there is raised on all, on the others as :class:`BadInput` or JAX's error.
+    """
+    ended: list[Program | Exception] = []  # of the first process
+
+    def send() -> bytes:
+        try:
+            ended.append(program := make())
+        except Exception as error:  # the others wait for an answer
+            ended.append(error)
+            return pickle.dumps((isinstance(error, BadInput), str(error)))
+        description = described(program, store.names)
+        return pickle.dumps((description, store.code if description else {}))
+
+    answer = processes.first("programs", send)
+    for end in ended:
+        if isinstance(end, Program):
+            return end
+        raise end
+    first, second = pickle.loads(answer)
+    if isinstance(first, bool):
+        raise BadInput(second) if first else jax.errors.JaxRuntimeError(second)
+    return first, second
+
+
+def loaded_or_compiled(
+    loaded: LoadedRecipe, placement: Placement, rows: int, store: Store
+) -> Program:
+    """Return the program that ``store`` has a list of, or compile what is not in it."""
     around = surroundings(placement)
     recipe = loaded.hash, loaded.recipe.eval_max_doc_len, rows, *loaded.recipe.on_host
     here = sys.prefix, __file__  # another installation has other modules: a list of its own
-    path = folder / f"{loaded.recipe.name}-{digest(*around, *here, *recipe)}{SUFFIX}"
-    if program := follow(path, placement):
+    list_name = f"{loaded.recipe.name}-{digest(*around, *here, *recipe)}{SUFFIX}"
+    if store.folder and (program := follow(store.folder / list_name, placement, store)):
         return program
-    names: dict[int, str] = {}
 
     def build(lowered: Lowered, how: Compile) -> Compiled:
         trees = lowered.args_info, lowered.in_tree, lowered.out_tree
         name = f"{digest(*around, *trees, lowered.as_text())}{SUFFIX}"
-        made = load(folder / name, placement)
+        made = store.find(name)
         if made is None:
             made = how(lowered)
-            name = save(folder / name, partial(machine_code, made))
-        names[id(made)] = name
+            store.keep(name, made)
         return made
 
     with without_compile_cache():
-        program = make(build=build)
-    if not any(unrepeatable(loaded.source)):
-        make_list(path, program, names)
-    make_room(folder)
+        program = compile_program(loaded.recipe, placement, rows, build=build)
+    if store.folder:
+        if not any(unrepeatable(loaded.source)):
+            make_list(store.folder / list_name, program, store.names)
+        make_room(store.folder)
     return program
 
 
@@ -100,6 +191,7 @@ def surroundings(placement: Placement) -> tuple[Any, ...]:
     return (
         placement.layout, placement.micro_batches, own,
         dict(mesh.shape), [each.id for each in mesh.devices.flat], len(client.devices()),
+        processes.count(),
         provenance.devices(), client.platform_version, instructions(), sys.version,
         provenance.versions(),
         options_for(device.platform), os.environ.get("XLA_FLAGS"), sorted(settings),
@@ -133,64 +225,61 @@ def unrepeatable(source: str) -> Iterator[str]:
                 yield f"uses {name}"
 
 
-def make_list(path: Path, program: Program, names: Mapping[int, str]) -> None:
-    """Write the list of the files of ``program``, where it has all and none asks the host for
-    anything."""
+def described(program: Program, names: Mapping[int, str]) -> dict[str, Any] | None:
+    """Return what :func:`made_of` makes ``program`` of again, by the ``names`` of its executables;
+    None where one has none, or asks the host for anything."""
     end = program.at_end
     used = [*program.others, program.sums, *program.compiled]
     used += [] if end is unchanged else [end]
     silent = not any(inside.calls for inside in program.inside.values())
-    if silent and all(names.get(id(each)) for each in used):
-        kept = {
-            "others": [names[id(each)] for each in program.others],
-            "steps": [[names[id(step)] for step in phases] for phases in program.steps],
-            "sums": names[id(program.sums)],
-            "at_end": names.get(id(end)),
-            "facts": {name: getattr(program, name) for name in FACTS},
-            "modules": {path: facts(path) for path in modules()},
-        }
-        save(path, lambda: kept)
+    if not silent or not all(names.get(id(each)) for each in used):
+        return None
+    return {
+        "others": [names[id(each)] for each in program.others],
+        "steps": [[names[id(step)] for step in phases] for phases in program.steps],
+        "sums": names[id(program.sums)],
+        "at_end": names.get(id(end)),
+        "facts": {name: getattr(program, name) for name in FACTS},
+    }
 
 
-def follow(path: Path, placement: Placement) -> Program | None:
+def made_of(description: Mapping[str, Any], placement: Placement, store: Store) -> Program | None:
+    """Return the program of a :func:`described` one; None where ``store`` lacks a part of it."""
+    find = cache(store.find)
+    drawn, evaluation, sums = map(find, [*description["others"], description["sums"]])
+    steps = tuple(tuple(map(find, phases)) for phases in description["steps"])
+    at_end = find(description["at_end"]) if description["at_end"] else unchanged
+    if not all((drawn, evaluation, sums, at_end, *(step for phases in steps for step in phases))):
+        return None
+    return Program(
+        partial(draw, drawn, placement.mesh), steps, evaluation, at_end, **description["facts"],
+        others=(drawn, evaluation), sums=sums, loaded=True,
+    )  # fmt: skip
+
+
+def make_list(path: Path, program: Program, names: Mapping[int, str]) -> None:
+    """Write the list of the files of ``program``, where it has all."""
+    if description := described(program, names):
+        save(path, {**description, "modules": {path: facts(path) for path in modules()}})
+
+
+def follow(path: Path, placement: Placement, store: Store) -> Program | None:
     """Return the program whose list is at ``path``; None without one, or where it does not hold."""
     if (kept := read(path)) is None:
         return None
     if changed := stale(kept["modules"]):
         say(f"note: programs are compiled again: {changed} has changed since they were saved")
         return None
-    find = cache(lambda name: load(path.with_name(name), placement))
-    drawn, evaluation, sums = map(find, [*kept["others"], kept["sums"]])
-    steps = tuple(tuple(map(find, phases)) for phases in kept["steps"])
-    at_end = find(kept["at_end"]) if kept["at_end"] else unchanged
-    if not all((drawn, evaluation, sums, at_end, *(step for phases in steps for step in phases))):
-        return None
-    return Program(
-        partial(draw, drawn, placement.mesh), steps, evaluation, at_end, **kept["facts"],
-        others=(drawn, evaluation), sums=sums, loaded=True,
-    )  # fmt: skip
+    return made_of(kept, placement, store)
 
 
-def load(path: Path, placement: Placement) -> Any:
-    """Return the executable that was saved at ``path``, for the devices of ``placement``; None
-    where there is none that can be used."""
-    if (kept := read(path)) is None:
-        return None
-    try:
-        return from_machine_code(kept, list(placement.mesh.devices.flat))
-    except Exception as error:  # whatever a backend says: it is compiled again
-        say(f"note: {path} is not used: {type_and_line(error)}")
-        return None
-
-
-def save(path: Path, content: Callable[[], Any]) -> str:
-    """Write ``content()`` to ``path``, whole; return its name, "" where nothing was saved: a
-    backend cannot serialise it, or there is no room."""
+def save(path: Path, content: Any) -> bool:
+    """Write ``content`` to ``path``, whole; return whether there was room."""
     with suppress(Exception):
-        packed = zlib.compress(pickle.dumps(content()), 1)
+        packed = zlib.compress(pickle.dumps(content), 1)
         write_whole(path, HEAD + hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed)
-        return path.name
-    return ""
+        return True
+    return False
 
 
 def read(path: Path) -> Any:

@@ -235,19 +235,18 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
     )
 
 
-def test_a_step_that_own_kernels_do_not_fit_does_without(said, monkeypatch):
-    def compile_program(recipe, placement, rows):
+def test_a_step_that_own_kernels_do_not_fit_does_without(said):
+    def build(placement):
         if placement.device.own_kernels:
             raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
         return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
-    monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernel XSA"))
-    _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, start, {}, said, build)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (pointer kernel: width" in said.file.getvalue()
     with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* compiled .*: width"):
-        preflight.compile_or_fall_back(RECIPE, start, 1, {"OWN_KERNELS": "on"}, said)
+        preflight.compile_or_fall_back(RECIPE, start, {"OWN_KERNELS": "on"}, said, build)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
@@ -295,14 +294,13 @@ def test_float64_reference_is_that_of_the_attention_tests(near):
 
 
 def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch):
-    def compile_program(recipe, placement, rows):
+    def build(placement):
         if placement.device.attention == "cudnn":
             raise jax.errors.JaxRuntimeError("INTERNAL: no execution plan\nand more")
         return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
-    monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), with_cudnn()))
-    program, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
+    program, found = preflight.compile_or_fall_back(RECIPE, start, {}, said, build)
     assert program.attention == found.device.attention == "xla"
     assert "cudnn: the step cannot be compiled with it (INTERNAL" in (said.file.getvalue())
     # The next one is checked as the first one was, unless nothing is (--no-preflight): no test
@@ -313,17 +311,17 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
         ("attention cudnn, packed, heads of 32", "FP8 matmuls"),
         ("FP8: x",),
     )
-    _, found = preflight.compile_or_fall_back(RECIPE, before, 1, {}, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, before, {}, said, build)
     assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
     assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
     three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("triton", "xla"))))
     monkeypatch.setattr(attention_backends, "triton", refuses)
-    _, found = preflight.compile_or_fall_back(RECIPE, three, 1, {}, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, three, {}, said, build)
     assert found.device.attention == "xla"
     assert found.refused[-1].startswith("attention triton: Refused")
     asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
     with pytest.raises(BadInput, match="--attention cudnn: .* cannot be compiled .* .INTERNAL"):
-        preflight.compile_or_fall_back(RECIPE, asked, 1, {}, said)
+        preflight.compile_or_fall_back(RECIPE, asked, {}, said, build)
 
 
 F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}

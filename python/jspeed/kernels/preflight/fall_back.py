@@ -29,7 +29,7 @@ from jspeed.run.compute.device import (
     has_document_masks,
     head_width,
 )
-from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.compute.program import Program
 from jspeed.run.console import waiting
 
 
@@ -170,26 +170,23 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
 def compile_or_fall_back(
     recipe: Recipe,
     checked: Preflight,
-    rows: int,
     fields: Mapping[str, Any],
     console: Console,
-    build: Build | None = None,
+    build: Build,
 ) -> tuple[Program, Preflight]:
-    """Compile the run's program, or ``build`` it for a placement. If that fails at the real shapes,
-    first drop own kernels, then try the next backend. What it calls is counted
-    (:func:`count_kernels`).
+    """Make the run's program by ``build``. If that fails at the real shapes, drop own kernels, then
+    try the next backend. What it calls is counted (:func:`count_kernels`).
 
     All processes use the same backend, and none continues before all have compiled: gloo
     collectives time out after 30 s. Raises :class:`BadInput` for a backend or own kernels that were
-    asked for (by the recipe's ``fields``), and what :func:`compile_program` raises.
+    asked for (by the recipe's ``fields``), and what ``build`` raises.
     """
     while True:
         device = checked.device
         program, failure, error = None, None, None
         with waiting(console, "compiling"):
             try:
-                where = checked.placement
-                program = build(where) if build else compile_program(recipe, where, rows)
+                program = build(checked.placement)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise

@@ -13,11 +13,11 @@ from jspeed.errors import BadInput
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute.device import Device, Placement
-from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.compute.program import Program
 from jspeed.run.console import waiting
 
 NOBODY = "jspeed.kernels, which checks that before the clock, is not installed"
-Build = Callable[[Placement], Program]  # or finds what an earlier run has compiled
+Build = Callable[[Placement], Program]  # compiles, or finds what was compiled
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,15 @@ def unchecked(
 
 
 def compile_together(
-    recipe: Recipe,
-    checked: Preflight,
-    rows: int,
-    fields: Mapping[str, Any],
-    console: Console,
-    build: Build | None = None,
+    recipe: Recipe, checked: Preflight, fields: Mapping[str, Any], console: Console, build: Build
 ) -> tuple[Program, Preflight]:
-    """Compile the run's program, or ``build`` it for a placement; return ``checked`` with what it
-    calls.
+    """Make the run's program by ``build``; return ``checked`` with what it calls.
 
     No process continues before all have compiled: gloo collectives time out after 30 s. Raises what
-    :func:`compile_program` raises.
+    ``build`` raises.
     """
-    where = checked.placement
     with waiting(console, "compiling"):
-        program = build(where) if build else compile_program(recipe, where, rows)
+        program = build(checked.placement)
     gather("compiled", None)
     calls = [custom_calls(step) for step in program.compiled]  # none without jit
     return program, replace(checked, calls=calls[-1]) if calls else checked
