@@ -1,6 +1,7 @@
 """Benchmark the table in the host's memory: rows a second and core, NumPy and a copy beside."""
 
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -153,15 +154,19 @@ def in_text(folder: Path) -> Iterator[Row]:
         )
     used = np.zeros(r92.NGRAMS, bool)
     marks = {steps >> shift for shift in range(6)} - {0}
-    counts, shares, again = [], [], []
-    before = np.zeros(0, np.int32)
+    counts, shares, again, waited = [], [], [], []
+    recent: deque[np.ndarray] = deque(maxlen=r92.TABLES_EVERY[-1] + 1)
     for step in range(steps):
         which = named(text[step * STEP :][:STEP].reshape(r92.LANES, -1))
         used[which] = True
         shares.append(len(np.unique(which)) / len(which))
         if step:
-            again.append(np.isin(before, which, kind="table").mean())
-        before = which
+            again.append(np.isin(recent[-1], which, kind="table").mean())
+        recent.append(which)
+        if len(recent) == recent.maxlen:
+            *since, last, after = recent
+            both = last[np.isin(last, after, kind="table")]
+            waited.append(np.isin(np.stack([*since, last]), both, kind="table").mean())
         if step + 1 in marks:
             counts.append(used.reshape(2, -1).sum(1))
             count = int(counts[-1].sum())
@@ -170,8 +175,10 @@ def in_text(folder: Path) -> Iterator[Row]:
             yield Row(f"rows named by {tokens:.1f} M tokens", count / 1e6, "M rows", None, note)
     note = f"of the look-ups of {STEP:,} tokens; a mean of {steps} steps"
     yield Row("distinct rows of a step", 100 * float(np.mean(shares)), "%", None, note)
-    note = "of a step's look-ups; what an update after the next one changes last"
+    note = "of a step's look-ups"
     yield Row("of rows that the next step names", 100 * float(np.mean(again)), "%", None, note)
+    note = f"of those since an update, each {r92.TABLES_EVERY[-1]} steps: what a step waits for"
+    yield Row("of rows that both steps name", 100 * float(np.mean(waited)), "%", None, note)
     expected, found = extrapolated(counts[-3:-1], 2), float(np.sum(counts[-1]))
     note = f"of those of {2 * (steps // 2) * STEP / 1e6:.1f} M tokens, by the law from half of them"
     yield Row("extrapolated", 100 * expected / found, "%", None, note)

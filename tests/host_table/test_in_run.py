@@ -131,8 +131,8 @@ def test_each_table_has_updates_of_its_own(folder, tmp_path):
     assert_same(run(folder, "two on host", recipe=recipe, steps=24, table="host"), on_device)
 
 
-def test_only_rows_of_the_last_step_are_updated_after_it(folder, monkeypatch):
-    """All others are updated while it is computed, in the first of two calls of one update."""
+def test_a_step_waits_only_for_rows_that_it_names(folder, monkeypatch):
+    """An update begins without those of its last step, whose others end beside the next one."""
     calls = []
 
     class Watched:
@@ -150,15 +150,20 @@ def test_only_rows_of_the_last_step_are_updated_after_it(folder, monkeypatch):
     monkeypatch.setattr(in_run, "make", lambda *given: Watched(make(*given)))
     run(folder, "watched", table="host", steps=12)
     # warm-up apart: two updates of two steps, and two of four, of 256 look-ups each
-    calls = calls[-8:]
-    assert [number for number, _, _ in calls] == [0, 0, 1, 1, 2, 2, 3, 3]
-    for (_, first, given), (_, then, in_all) in zip(calls[::2], calls[1::2], strict=True):
-        assert len(first) == given and len(then) == in_all == given + 256
-        last = set(then[given:])
-        assert not last & set(first) and min(last) >= 0
-        # each look-up is in one of the calls
-        assert ((first == -1) != (then[:given] == -1)).all()
-        assert set(then[:given]) - {-1} <= last
+    updates = [[rows for at, rows, _ in calls[-11:] if at == number] for number in range(4)]
+    assert [len(update) for update in updates] == [3, 3, 3, 2]  # none follows the last one
+    assert all(count == len(rows) for _, rows, count in calls)
+    whole = [
+        np.max([np.append(rows, [-1] * (len(update[-1]) - len(rows))) for rows in update], 0)
+        for update in updates
+    ]
+    for update, rows, after in zip(updates, whole, [*whole[1:], None], strict=True):
+        last, named = rows[-256:], after[:256] if after is not None else ()
+        assert min(rows) >= 0 and not set(update[0]) & set(last)
+        assert sum(np.sum(part >= 0) for part in update) == len(rows)  # each in one of the calls
+        if after is not None:
+            assert set(update[1]) - {-1} == set(last) & set(named)
+            assert not set(update[2]) & set(named)
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(folder):

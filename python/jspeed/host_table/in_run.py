@@ -4,7 +4,7 @@ returns their gradients.
 A step's rows are gathered while the devices still compute the step before. Its gradients come back
 while they compute the next one. While the last step before an update is computed, rows that only
 earlier ones named are updated. The step after it waits for its gradients, and for the update of the
-rows that it named.
+rows that both name. The others are updated while it is computed.
 
 Rows and gradients lie in memory that devices copy from and to by themselves
 (:mod:`jspeed.host_table.pinned`).
@@ -66,9 +66,11 @@ class TablesOfRun:
         self._worker = ThreadPoolExecutor(1, "rows of tables")
         self._futures: list[Future[None]] = []
         # of an update under way: when rows that its last step did not name are done, and those that
-        # it named; by table, the update's number and the rows of waiting gradients to follow
+        # it named; by table, the update's number and the rows of waiting gradients to follow; when
+        # all are done
         self._begun: Future[None] | None = None
         self._later: Found = {}
+        self._ended: Future[None] | None = None
         self._due: dict[str, tuple[int, NDArray[np.integer[Any]]]] = {}
         self._buffers: dict[tuple[Any, ...], Any] = {}
 
@@ -114,10 +116,10 @@ class TablesOfRun:
         """Wait until the gradients of all steps have come back, and the updates are made.
 
         Raises :class:`BadInput` for one that failed, as of a table that is full."""
-        futures, self._futures = self._futures, []
+        if self._begun:
+            self._submit(self._end_update)
         self._begun, self._later = None, {}
-        for future in futures:
-            future.result()
+        self._finish()
 
     def save(self, folder: Path) -> None:
         """Write each table into ``folder``; between two updates, where no gradients wait."""
@@ -163,10 +165,8 @@ class TablesOfRun:
                 gradients = {path: to_host(its) for path, its in metrics.pop("rows").items()}
             if updated:
                 self._later = {path: found[path] for path in updated}
-                self._begun = self._worker.submit(self._begin_update, self._later)
-                self._futures.append(self._begun)
-            work = partial(self._take, found, gradients, metrics["loss"])
-            self._futures.append(self._worker.submit(work))
+                self._begun = self._submit(self._begin_update, self._later)
+            self._submit(self._take, found, gradients, metrics["loss"])
             return state, metrics
 
         return call
@@ -206,16 +206,19 @@ class TablesOfRun:
     def _gather(self, found: Found, mesh: Mesh) -> dict[str, jax.Array]:
         """Put the rows ``found`` in each table on the devices, ``[B, ids, D]``."""
         buffers = {path: self._buffer(path, rows_BI.shape, mesh) for path, rows_BI in found.items()}
-        begun, later = self._begun, self._later
-        if begun:
-            again = {path: np.isin(found[path], rows, kind="table") for path, rows in later.items()}
-            begun.result()
-            self._write(
-                {path: np.where(again[path], LEFT_OUT, found[path]) for path in again}, buffers
-            )
-            self.wait()
-            found = found | {path: np.where(again[path], found[path], LEFT_OUT) for path in again}
-        self._write(found, buffers)
+        again = {path: named_in(found[path], rows) for path, rows in self._later.items()}
+        for update in (self._ended, self._begun):
+            if update:
+                update.result()
+        now = {path: np.where(again[path], LEFT_OUT, found[path]) for path in again}
+        self._write(found | now, buffers)
+        if self._begun:
+            due = {path: named_in(rows, found[path]) for path, (_, rows) in self._due.items()}
+            self._submit(self._end_update, due)
+            self._begun, self._later = None, {}
+            self._finish()
+            self._ended = self._submit(self._end_update)
+        self._write({path: np.where(again[path], found[path], LEFT_OUT) for path in again}, buffers)
         return {path: buffer.put() for path, buffer in buffers.items()}
 
     def _buffer(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> Buffer:
@@ -240,21 +243,38 @@ class TablesOfRun:
             number = self._tables[path].updates
             waiting = [step.rows for step in self._pending[path]]
             rows = np.concatenate([np.zeros(0, np.int32), *waiting])
-            again = np.isin(rows, last, kind="table")
+            again = named_in(rows, last)
             if len(rows):
                 self._update(path, number, np.where(again, LEFT_OUT, rows))
             later = np.where(again, rows, LEFT_OUT), last.reshape(-1)
             self._due[path] = number, np.concatenate(later)
 
     def _take(self, found: Found, gradients: Rows, loss: jax.Array) -> None:
-        """Keep the ``gradients`` of a step until the next update, and end one that has begun; in a
-        thread."""
+        """Keep the ``gradients`` of a step until the next update; in a thread."""
         for path, array in gradients.items():
             self._pending[path].append(Pending(found[path].reshape(-1), fetched(array), loss))
-        for path, (number, rows) in self._due.items():
-            self._update(path, number, rows)
-            self._pending[path] = []
-        self._due = {}
+
+    def _end_update(self, some: dict[str, NDArray[np.bool_]] | None = None) -> None:
+        """Update the rows that are still due, or ``some`` of them; in a thread."""
+        for path, (number, rows) in [*self._due.items()]:
+            if some:
+                self._update(path, number, np.where(some[path], rows, LEFT_OUT))
+                self._due[path] = number, np.where(some[path], LEFT_OUT, rows)
+            else:
+                self._update(path, number, rows)
+                del self._due[path]
+                self._pending[path] = []
+
+    def _submit(self, work: Callable[..., None], *given: Any) -> Future[None]:
+        """Let the thread do ``work`` next, after what it has to do."""
+        self._futures.append(self._worker.submit(work, *given))
+        return self._futures[-1]
+
+    def _finish(self) -> None:
+        """Wait for all that the thread has to do; raises what it raised."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.result()
 
     def _update(self, path: str, number: int, rows: NDArray[np.integer[Any]]) -> None:
         """Make update ``number`` of a table by the gradients that wait, which are of ``rows``."""
@@ -267,6 +287,11 @@ class TablesOfRun:
         except BadInput:
             if all(np.isfinite(float(step.loss)) for step in waiting):
                 raise  # else the loop ends the run as diverged
+
+
+def named_in(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which of ``rows`` are among ``others``."""
+    return np.isin(rows, others, kind="table")
 
 
 def make(path: str, spec: ParamSpec) -> RowTable:

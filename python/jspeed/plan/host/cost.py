@@ -16,8 +16,10 @@ NOTE = "lab/2026-11-28-table-in-the-hosts-memory.md"
 # Bytes of rows a second and core, of rows of 768 bf16 numbers that lie anywhere.
 GATHER = Constant(2.3e6 * 1536, f"{NOTE}; scaling over cores was not measured")
 UPDATE = Constant(0.94e6 * 1536, f"{NOTE}; scaling over cores was not measured")
-# Of the look-ups of a step, those of rows that the step before it, or any other, names too.
+# Of the look-ups of a step, those of rows that the next one names too; of those since an update,
+# those of rows that both its last step and the next one name.
 AGAIN = Constant(0.33, f"{NOTE}: 24 to 33 % of 262,144 to 786,432 look-ups in English text")
+BOTH = Constant(0.28, f"{NOTE}: 24.7 % where AGAIN is 29.5 %, of four steps of 524,288")
 NUMBERS = 16  # bytes of a row in use besides weights: square, update, number, slot
 FORM = "cores=16,memory=128,link=50"
 
@@ -100,23 +102,22 @@ def exchange(
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. Before an update, rows that this step does not name are
-    updated meanwhile, and the next rows gathered that it does not name. The others follow the
-    step: gradients come back, change their rows, which are gathered, and all go to the devices.
+    updated meanwhile, and the next rows gathered that it does not name. After the step gradients
+    come back, and change the rows that both steps name. These are gathered, and all go to the
+    devices. The rest of the update goes beside the next step.
     """
     due = number_due(recipe, stage, phase)
-    rows = moved = since = last = 0
+    rows = moved = since = 0
     for spec in recipe.on_host.values():
         its = tokens * spec.lookups
         rows, moved = rows + its, moved + 2 * spec.shape[1] * its
         if due % spec.every == 0:
-            last += 2 * spec.shape[1] * its
             since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its
     gather, update = moved / (GATHER * host.cores), since / (UPDATE * host.cores)
     copied = moved / devices / host.link_bytes_per_second  # one way
     exposed = max(0.0, gather + copied - computing)
     if since:
-        now = last / (UPDATE * host.cores)
-        later = now + AGAIN * (update - now) + AGAIN * gather
+        later = BOTH * update + AGAIN * gather
         exposed = max(0.0, update + gather - later - computing) + copied + later + copied
     return {
         "rows": rows,
