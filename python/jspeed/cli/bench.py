@@ -25,6 +25,13 @@ BENCHES = {
         ("The table in the host's memory: rows a second and core; exit code 1 when it is too slow"),
     ),
     "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
+    "versus": (
+        "peers",
+        (
+            "nanoGPT's, llm.c's and transformers' own code in turn with ours; exit code 1 where it"
+            " is faster"
+        ),
+    ),
     "gpu": (
         "gpu",
         (
