@@ -88,10 +88,7 @@ LONG = "x" * 5000
         ("does not exist", f"launch.py {LONG}"),
         ("does not exist", f"leaderboard.py compare {LONG}.py stdlib"),
         ("no recipe '", f"leaderboard.py compare {LONG} stdlib"),
-        (
-            '--flags "\'": no closing quotation',
-            'leaderboard.py race stdlib stdlib --flags "\'"',
-        ),
+        ('--flags "\'": no closing quotation', 'leaderboard.py race stdlib stdlib --flags "\'"'),
         # Before a model is loaded.
         ("--number '1000000000'", "sample.py here --number 1000000000"),
         ("--number '0'", "sample.py here --number 0"),

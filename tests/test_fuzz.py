@@ -38,32 +38,15 @@ both = pytest.mark.parametrize(
 HOME = "home"  # where examples run; what is beside it nobody may write
 
 numbers = st.one_of(
-    st.sampled_from(
-        [*"0 -1 1 3 1.5 nan inf -inf 1e999".split(), "", "x", "1_0", "²", "0x10", "9" * 5000]
-    ),
+    st.sampled_from(["", "9" * 5000, *"0 -1 1 3 1.5 nan inf -inf 1e999 x 1_0 ² 0x10".split()]),
     st.integers(-(2**70), 2**70).map(str),
     st.floats().map(repr),
 )
 texts = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            ".",
-            "..",
-            "../../evil",
-            "/",
-            "<script>",
-            "-",
-            "--",
-            "=",
-            ",",
-            "a b",
-            "$HOME",
-            "x" * 5000,
-        ]
-    ),
+    st.sampled_from(["", "a b", "x" * 5000, *". .. ../../evil / <script> - -- = , $HOME".split()]),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12),
 )
+short = texts.filter(lambda text: len(text) < 100)
 axes = st.tuples(
     st.sampled_from(["data", "model", "pipe", "datta", ""]), numbers | st.just("2")
 ).map("=".join)
@@ -85,23 +68,9 @@ FIELDS = sorted(find("stdlib", trace=False).fields)
 values = st.one_of(
     # sizes are small: a recipe is traced layer by layer
     numbers.filter(lambda text: len(text) < 3),
-    st.sampled_from(
-        [
-            "None",
-            "True",
-            "()",
-            "[1, 2]",
-            "{}",
-            "{[]: 1}",
-            "'x'",
-            "(" * 300,
-            "b''",
-            "1j",
-            "lambda: 0",
-            "nan",
-        ]
-    ),
-    texts.filter(lambda text: len(text) < 100),
+    st.sampled_from(["[1, 2]", "{[]: 1}", "(" * 300, "lambda: 0"]),
+    st.sampled_from("None True () {} 'x' b'' 1j nan".split()),
+    short,
 )
 sets = st.tuples(st.sampled_from(FIELDS) | texts, st.sampled_from(["=", "", "=="]), values).map(
     "".join
@@ -113,28 +82,14 @@ flags = st.one_of(
     st.tuples(st.just("--mesh"), meshes),
     st.tuples(st.just("--layout"), layouts),
     st.tuples(
-        st.sampled_from(
-            ["--attention", "--log", "--coordinator", "--data", "--init-from", "--nope"]
-        ),
-        texts,
+        st.sampled_from("--attention --log --coordinator --data --init-from --nope".split()), texts
     ),
     st.tuples(st.just("--set"), sets),
-    st.sampled_from("--resume --no-sample --no-progress --sample --help -h".split()).map(
-        lambda a: (a,)
-    ),
+    st.tuples(st.sampled_from("--resume --no-sample --no-progress --sample --help -h".split())),
 )
 json_values = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**70), 2**70),
-        st.floats(),
-        texts.filter(lambda t: len(t) < 100),
-    ),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(texts.filter(lambda t: len(t) < 100), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | short,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(short, inner, max_size=3),
     max_leaves=5,
 )
 
@@ -198,48 +153,22 @@ def test_fields(how: settings, place: Path) -> None:
 
 # The other commands, as far as they come without a model, a network or another process: words,
 # flags, last words.
-OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
-    (
-        "launch.py",
-        ["--dry-run"],
-        (
-            "--nnodes --node-rank --nproc-per-node --master-port --max-restarts --grace --results"
-        ).split(),
-        ["run"],
-    ),
-    ("launch.py", ["--dry-run"], ["--master-addr"], []),
-    (
-        "sample.py",
-        ["nowhere"],
-        (
-            "--number --tokens --temperature --top-k --top-p --seed --prompt-file --stop --mesh"
-        ).split(),
-        [],
-    ),
-    (
-        "evaluate.py",
-        ["nowhere"],
-        ["--tokens", "--items", "--hellaswag", "--tasks", "--mesh", "--json", "--data"],
-        [],
-    ),
-    ("export.py", ["nowhere"], ["--out"], []),
-    ("plan.py", ["gpt2"], ["--target", "--micro-batch", "--mesh", "--layout", "--json"], []),
-    ("prepare.py", ["names", "--input", "../names.txt", "--out", "out"], ["--row"], []),
-    (
-        "prepare.py",
-        ["text", "../names.txt", "--out", "out", "--tokenizer", "bytes", "--processes", "1"],
-        ["--val-fraction", "--seed", "--end-of-text", "--val-input"],
-        [],
-    ),
-    (
-        "leaderboard.py",
-        ["race", "stdlib", "stdlib"],
-        ["--rounds", "--steps", "--flags", "--run-dir"],
-        [],
-    ),
-    ("leaderboard.py", ["show"], ["--track", "--records"], []),
-    ("leaderboard.py", ["verify", "--records", "../records"], [], []),
-    ("leaderboard.py", ["compare", "--records", "../records", "stdlib"], [], []),
+TEXT = "text ../names.txt --out out --tokenizer bytes --processes 1"
+SAMPLE = "--number --tokens --temperature --top-k --top-p --seed --prompt-file --stop --mesh"
+LAUNCH = "--nnodes --node-rank --nproc-per-node --master-port --max-restarts --grace --results"
+OTHERS = [
+    ("launch.py", "--dry-run", LAUNCH, "run"),
+    ("launch.py", "--dry-run", "--master-addr", ""),
+    ("sample.py", "nowhere", SAMPLE, ""),
+    ("evaluate.py", "nowhere", "--tokens --items --hellaswag --tasks --mesh --json --data", ""),
+    ("export.py", "nowhere", "--out", ""),
+    ("plan.py", "gpt2", "--target --micro-batch --mesh --layout --json", ""),
+    ("prepare.py", "names --input ../names.txt --out out", "--row", ""),
+    ("prepare.py", TEXT, "--val-fraction --seed --end-of-text --val-input", ""),
+    ("leaderboard.py", "race stdlib stdlib", "--rounds --steps --flags --run-dir", ""),
+    ("leaderboard.py", "show", "--track --records", ""),
+    ("leaderboard.py", "verify --records ../records", "", ""),
+    ("leaderboard.py", "compare --records ../records stdlib", "", ""),
 ]
 
 
@@ -251,7 +180,7 @@ def test_other_commands(how: settings, place: Path) -> None:
     @how
     @given(st.data(), st.sampled_from(OTHERS), numbers | texts)
     def each(data, other, last):
-        script, words, flags, ends = other
+        script, words, flags, ends = (other[0], *(part.split() for part in other[1:]))
         chosen = data.draw(st.lists(st.sampled_from(flags), max_size=2)) if flags else []
         given = [word for flag in chosen for word in (flag, data.draw(numbers | texts))]
         behaves(
@@ -267,21 +196,7 @@ LINES = [
     for line in (FOLDER / "stdlib.py").read_text().splitlines()
     if line[:4] == "    " and "=" in line
 ][-21:]
-PYTHON = [
-    "None",
-    "0",
-    "-1",
-    "1e999",
-    "'../../evil'",
-    "''",
-    "64.0",
-    "()",
-    "print",
-    "[]",
-    "sys.exit(0)",
-    "1 / 0",
-    "recipe",
-]
+PYTHON = "None 0 -1 1e999 '../../evil' '' 64.0 () print [] sys.exit(0) 1/0 recipe".split()
 
 
 @both

@@ -13,7 +13,6 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed.board.records.remarks import RECORDS
-from jspeed.errors import BadInput
 from jspeed.fields import as_json, recipe_hash
 from jspeed.recipes import known_recipes
 from jspeed.record import sizes
@@ -22,6 +21,7 @@ from jspeed.run.check_recipe import check_recipe
 from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
 
+from .refusals import refused
 from .toys import ALIKE, SAME, TOYS, first_parameters, matmul_parameters, moved_parameters
 
 
@@ -33,35 +33,28 @@ def recipe(request):
 def test_count_equals_the_arrays(recipe):
     arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
     padding = sum(spec.padding * np.prod(spec.shape[1:]) for _, spec in r.leaves(recipe.parameters))
-    assert sizes.parameter_count(recipe.parameters) + padding == sum(
-        a.size for a in jax.tree.leaves(arrays)
-    )
+    stored = sum(a.size for a in jax.tree.leaves(arrays))
+    assert sizes.parameter_count(recipe.parameters) + padding == stored
+
+
+SMALL = ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272"]
+SMALL_BLOCKS = 3 * (4 * 64 * 64 + 2 * 64 * 256)
 
 
 def test_stdlib_numbers_by_hand():
-    found = find(
-        "stdlib", ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272", "LANE_LEN=128"]
-    )
-    recipe = found.recipe
-    blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
+    recipe, blocks = find("stdlib", [*SMALL, "LANE_LEN=128"]).recipe, SMALL_BLOCKS
     assert sizes.parameter_count(recipe.parameters) == blocks + 2 * 272 * 64
     assert matmul_parameters(recipe.parameters) == blocks + 272 * 64
     keys = sum(range(1, 129)) / 128
-    assert (
-        sizes.flops_per_token(recipe, recipe.stages[0])
-        == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
-    )
+    flops = 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
+    assert sizes.flops_per_token(recipe, recipe.stages[0]) == flops
 
 
 def test_total_and_active_parameters_by_hand():
-    small = ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272"]
-    blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
-    counts = lambda name, *more: count_parameters(
-        sizes.parameter_table(find(name, [*small, *more]).recipe)
-    )
-    assert counts("stdlib") == (blocks + 2 * 272 * 64, blocks + 64 + 272 * 64), (
-        "a row of the embedding, all of the head"
-    )
+    blocks, table_of = SMALL_BLOCKS, sizes.parameter_table
+    counts = lambda name, *more: count_parameters(table_of(find(name, [*SMALL, *more]).recipe))
+    # active are a row of the embedding and all of the head
+    assert counts("stdlib") == (blocks + 2 * 272 * 64, blocks + 64 + 272 * 64)
     total, active = counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3)")
     assert (total, active) == (blocks + 2 * 272 * 64 + 512 * 64, blocks + 64 + 272 * 64 + 2 * 64)
     assert counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3,4)") == (total, active + 64)
@@ -72,17 +65,15 @@ def test_every_recipe_reads_its_tables_and_counts_what_it_stores(recipe):
     assert count_parameters(table)[0] == sizes.parameter_count(recipe.parameters)
     for path, spec in r.leaves(recipe.parameters):
         if "row" in spec.axes:
-            assert (
-                table[path]["reads"] == spec.lookups if spec.lookups else table[path]["reads"] >= 1
-            )
+            reads = table[path]["reads"]
+            assert reads == spec.lookups if spec.lookups else reads >= 1
 
 
 def test_a_cast_table_is_known_by_its_shape():
     found = find("shakespeare-char", TOYS["shakespeare-char"]).recipe
     cast = lambda p, t, ctx: found.forward(p | {"ngrams": p["ngrams"].astype(jnp.bfloat16)}, t, ctx)
-    assert sizes.parameter_table(dataclasses.replace(found, forward=cast)) == sizes.parameter_table(
-        found
-    )
+    in_bf16 = dataclasses.replace(found, forward=cast)
+    assert sizes.parameter_table(in_bf16) == sizes.parameter_table(found)
 
 
 def test_mean_context_by_counting():
@@ -116,9 +107,8 @@ def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
         assert float(jnp.std(drawn[name])) == pytest.approx(std, rel=0.05), name
         layers = np.asarray(drawn[name]).reshape(8, -1)
         assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.15
-    assert {
-        float(jnp.std(drawn[name])) for name in drawn.keys() - spread.keys() - {"positions"}
-    } == {0.0}
+    for name in drawn.keys() - spread.keys() - {"positions"}:
+        assert float(jnp.std(drawn[name])) == 0, name
 
 
 KEPT = [*RECORDS.glob("ideas/*.py"), *RECORDS.glob("*/*/*/recipe-*.py")]
@@ -194,17 +184,15 @@ def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
     params = first_parameters(recipe)
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
     ctx = context(recipe, 16)
-    loss_BT = jax.jit(lambda p, t: score.losses(recipe, p, t[:, :-1], t[:, 1:], ctx))(
-        params, tokens
-    )
+    losses = jax.jit(lambda p, t: score.losses(recipe, p, t[:, :-1], t[:, 1:], ctx))
+    loss_BT = losses(params, tokens)
     vocabulary = params["embed"].shape[0]
     if not np.any(params.get("head", 1)):
         np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
     else:
         # microgpt's head starts larger: 3.67 with 28 ids, where log(28) is 3.33.
-        assert float(loss_BT.mean()) == pytest.approx(
-            np.log(vocabulary), abs=0.5 if "head" in params else 0.1
-        )
+        near = 0.5 if "head" in params else 0.1
+        assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=near)
 
 
 @each_program
@@ -214,11 +202,8 @@ def test_no_position_sees_the_future_by_gradient(recipe):
     length = 16
     params, ctx, t = moved_parameters(recipe), context(recipe, length), length * 5 // 8
     inputs = jax.random.randint(jax.random.key(1), (2, length), 6, 257)
-    axes = {
-        path: spec.axes.index("token")
-        for path, spec in r.leaves(recipe.parameters)
-        if "token" in spec.axes
-    }
+    specs = dict(r.leaves(recipe.parameters))
+    axes = {path: s.axes.index("token") for path, s in specs.items() if "token" in s.axes}
     axes["embed"] = 0
 
     def picked(shift):
@@ -230,9 +215,8 @@ def test_no_position_sees_the_future_by_gradient(recipe):
         ids = inputs.at[0].set(params["embed"].shape[0] + jnp.arange(length))
         return recipe.forward({**params, **tables}, ids, ctx)[0, t, 3]
 
-    by_position = np.abs(
-        jax.jit(jax.grad(picked))(jnp.zeros((length, params["embed"].shape[1])))
-    ).max(-1)
+    zeros = jnp.zeros((length, params["embed"].shape[1]))
+    by_position = np.abs(jax.jit(jax.grad(picked))(zeros)).max(-1)
     assert np.all(by_position[t + 1 :] == 0) and by_position[t] > 0 and by_position[t - 1] > 0
 
 
@@ -282,9 +266,8 @@ def test_a_head_is_a_run_of_columns(name, inputs):
     plain = forward(params)
     for bank in inputs:
         columns = params[bank].shape[-1] // 2
-        first, second = (
-            params[bank].at[..., part].add(0.3) for part in (np.s_[:columns], np.s_[columns:])
-        )
+        parts = np.s_[:columns], np.s_[columns:]
+        first, second = (params[bank].at[..., part].add(0.3) for part in parts)
         np.testing.assert_array_equal(forward(params | {bank: second}), plain)
         assert float(jnp.max(jnp.abs(forward(params | {bank: first}) - plain))) > 1e-3, bank
 
@@ -320,9 +303,7 @@ def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
 
 
 def test_hash_follows_source_and_fields():
-    base = find("stdlib").hash
-    assert find("stdlib").hash == base
-    assert find("stdlib", ["STEPS=3"]).hash != base
+    assert find("stdlib").hash == find("stdlib").hash != find("stdlib", ["STEPS=3"]).hash
 
 
 def test_describe_names_the_total():
@@ -342,9 +323,8 @@ def test_stacks_of_two_lengths_do_not_run_fewer_layers():
 
 def test_flops_of_stages_are_summed():
     """FLOPs/token are those of the last stage, so tokens x FLOPs/token is another number."""
-    formulas = {
-        name: formula for name, formula, _ in sizes.describe(find("r21", trace=False).recipe)
-    }
+    described = sizes.describe(find("r21", trace=False).recipe)
+    formulas = {name: formula for name, formula, _ in described}
     assert formulas["FLOPs"] == "sum over stages of tokens x FLOPs/token"
     assert formulas["FLOPs/token"].endswith("in the last stage")
 
@@ -368,18 +348,12 @@ def test_flops_of_stages_are_summed():
         ({"parameters": None}, "parameters is None"),
         ({"parameters": {"w": 3}}, "parameter w is 3 .int.; expected a ParamSpec"),
         ({"parameters": {"w": [3]}}, r"parameter w/\[0\] is 3"),
-        (
-            {"parameters": {"w": r.ParamSpec((2.0,), ("model",), jax.nn.initializers.zeros, "g")}},
-            r"parameter w.shape\[0\] is 2.0",
-        ),
+        ({"parameters": {"w": spec((2.0,), ("model",))}}, r"parameter w.shape\[0\] is 2.0"),
         ({"data": r.Data("../x", 257, 256)}, "data.name is '../x'"),
         ({"data": r.Data("x", 2**31, 256)}, "data.vocab_size is 2147483648"),
         ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
         ({"data": r.Data("x", 257, 256, windows="all")}, "data.windows is 'all'"),
-        (
-            {"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)},
-            "windows='random' starts lanes at any",
-        ),
+        ({"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)}, "windows='random'"),
         ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
         ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),
         ({"stages": (r.Stage(steps=0, lane_len=128),)}, r"stages\[0\].steps is 0"),
@@ -387,15 +361,9 @@ def test_flops_of_stages_are_summed():
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),
-        (
-            {"stages": (r.Stage(steps=1, lane_len=128, windows=(9, 129, 9, 9)),)},
-            "window of 129 tokens but a lane has 128",
-        ),
+        ({"stages": (r.Stage(steps=1, lane_len=128, windows=(9, 129, 9, 9)),)}, "of 129 tokens"),
         ({"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)}, "cuts documents at 200"),
-        (
-            {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
-            "names 1 axes",
-        ),
+        ({"parameters": {"w": spec((2, 3), ("model",))}}, "names 1 axes"),
         ({"eval_windows": (3,)}, "eval_windows lists 1 attention windows for 4 layers"),
         ({"data": r.Data("x", 257, 4000)}, "data.bos_id is 4000, but ids are below vocab_size=257"),
         ({"parameters": {"w": spec((2, 2), ("model", "model"))}}, "names 1 axes"),
@@ -411,5 +379,4 @@ def test_flops_of_stages_are_summed():
     ],
 )
 def test_refuses(change, words):
-    with pytest.raises(BadInput, match=words):
-        check_recipe(dataclasses.replace(find("stdlib").recipe, **change))
+    refused(words, check_recipe, dataclasses.replace(find("stdlib").recipe, **change))

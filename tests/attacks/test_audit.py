@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
 from jspeed.inference.audit import audit
 from jspeed.inference.commands.audit import audit as command
@@ -17,6 +16,7 @@ from jspeed.record.run_json import write_run
 from jspeed.run import export
 
 from ..multi_process import words
+from ..refusals import refused
 from .attack import edited
 from .test_score import FORWARD, HONEST, NEXT
 
@@ -109,14 +109,12 @@ def test_other_validation_tokens(forged, data, tmp_path):
 def test_a_recipe_that_was_edited_is_not_run(forged, data):
     folder = forged()
     (folder / "recipe.py").write_text("raise SystemExit\n")
-    with pytest.raises(BadInput, match="is not the recipe that"):
-        audit(folder, None, data, trust=True)
+    refused("is not the recipe that", audit, folder, None, data, trust=True)
 
 
 def test_somebodys_recipe_is_not_run_unasked(forged, data):
     folder = forged({'"""parent: an honest': '"""parent: somebody\'s honest'})
-    with pytest.raises(BadInput, match="--trust"):
-        audit(folder, None, data, trust=False)
+    refused("--trust", audit, folder, None, data, trust=False)
 
 
 def test_a_record_is_audited_with_parameters_from_elsewhere(forged, data, tmp_path):

@@ -7,9 +7,9 @@ import pytest
 
 from jspeed.board import compare, judge
 from jspeed.board.records import store
-from jspeed.errors import BadInput
 
 from ..record.synthetic_runs import as_run, make_run, source_of
+from ..refusals import refused
 from .races import CHILD, PARENT, ROUNDS, make_race
 
 
@@ -28,12 +28,8 @@ def records(tmp_path: Path) -> Path:
 def test_what_was_raced_is_answered_with_its_interval(records: Path, tmp_path: Path) -> None:
     store.add([make_race(tmp_path / "r", PARENT, CHILD, *ROUNDS)], records)
     text = said(records)
-    assert text.startswith(
-        "child is faster than stdlib by 16.1%, and the 95 % interval is all on that side."
-    )
-    assert re.search(
-        r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 interleaved rounds\.", text
-    )
+    assert text.startswith("child is faster than stdlib by 16.1%")
+    assert re.search(r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 inter", text)
     assert "Mean times on the board: 50.8 s and 60.5 s; steps: 300 and 300." in text
     back = said(records, "stdlib", "child")
     assert back.startswith("stdlib is slower than child by 19.2%") and "1.192 (" in back
@@ -43,10 +39,7 @@ def test_what_was_not_raced_says_so(records: Path, add) -> None:
     add([60.0, 62.0, 61.0])
     add([60.5, 58.0, 62.0], **CHILD)
     text = said(records)
-    assert text.startswith(
-        "child is not shown to be faster or slower than stdlib: 1.4% faster so far, and the 95 %"
-        " interval"
-    )
+    assert text.startswith("child is not shown to be faster or slower than stdlib: 1.4% faster")
     assert "in separate runs" in text and "Target: 1.4." in text
 
 
@@ -59,13 +52,7 @@ TARGETS = "Not comparable: they ran for different targets or on different data (
     ("changes", "parts"),
     [
         ({}, ["in one comparison, too few to tell"]),
-        (
-            {"devices": GPU},
-            [
-                "different devices, 1 x H100 and 1 x cpu, and never interleaved",
-                "Race them: jspeed leaderboard race stdlib child",
-            ],
-        ),
+        ({"devices": GPU}, ["1 x H100 and 1 x cpu", "jspeed leaderboard race stdlib child"]),
         ({"track": "other/cpu"}, [TARGETS]),
         ({"data": as_run()["data"] | OTHER}, [TARGETS]),
     ],
@@ -90,8 +77,7 @@ def test_a_recipe_without_runs_and_one_that_is_not_there(records: Path, tmp_path
         ("child@ffff", "no recipe 'child@ffff'"),
         ("no.py", "does not exist"),
     ]:
-        with pytest.raises(BadInput, match=says):
-            said(records, text, "child")
+        refused(says, said, records, text, "child")
 
 
 def test_what_differs_is_named() -> None:
@@ -122,8 +108,7 @@ def test_what_differs_is_named() -> None:
 
 def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match=r"odd\.py is not UTF-8"):
-        compare.find_side(str(tmp_path / "odd.py"), [], {})
+    refused(r"odd\.py is not UTF-8", compare.find_side, str(tmp_path / "odd.py"), [], {})
 
 
 def test_runs_that_were_cut_short_do_not_compare(records: Path, add) -> None:

@@ -1,5 +1,6 @@
 """Judging: which entries are valid, which beat their parent, and the stated reasons."""
 
+import re
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -296,23 +297,19 @@ HOLDOUT = {"first": 131072, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"holdout": HOLDOUT}, []),
-        ({}, ["not evaluated on the track's second validation range, from token 131,072 on"]),
-        (
-            {"holdout": HOLDOUT | {"first": 65536}},
-            ["not evaluated on the track's second validation range, from token 131,072 on"],
-        ),
-        (
-            {"holdout": HOLDOUT | {"sha256": "cd" * 32}},
-            ["another second validation range than the track's"],
-        ),
+        ({"holdout": HOLDOUT}, ""),
+        ({}, "not evaluated on .* from token 131,072"),
+        ({"holdout": HOLDOUT | {"first": 65536}}, "not evaluated on .* from token 131,072"),
+        ({"holdout": HOLDOUT | {"sha256": "cd" * 32}}, "another second validation range"),
     ],
 )
 def test_a_track_may_ask_for_a_second_range(records, changes, why, add):
     rules(records, more=f'[holdout]\nfirst = 131072\nsha256 = "{"ab" * 32}"')
     add([60.0, 60.0, 61.0], **changes)
     found = entries(records)
-    assert found["stdlib"]["why_not"] == why and found["stdlib"]["valid"] is not bool(why)
+    reasons = found["stdlib"]["why_not"]
+    assert [bool(re.match(why, each)) for each in reasons] == [True] * bool(why)
+    assert found["stdlib"]["valid"] is not bool(why)
     page = html([found["track"]], {}, {}, "the rule")
     said = "on the second validation range, which chose nothing: mean loss 1.4100 (n = 3)"
     assert (said in page) is (said in terminal.notes(found["stdlib"])) is bool(changes)

@@ -13,10 +13,10 @@ import pytest
 from jspeed.board import judge
 from jspeed.board.records import store, verify
 from jspeed.board.views import charts, page, readme
-from jspeed.errors import BadInput
 
 from ..markup import Reader
 from ..record.synthetic_runs import make_series, source_of
+from ..refusals import refused
 from . import many_records
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,8 +169,7 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     assert row.endswith(f" on `{on}`") and "old" not in text
     assert readme.refreshed(path, tracks)[1] == text
     path.write_text("no markers")
-    with pytest.raises(BadInput, match="lacks the markers"):
-        readme.refreshed(path, tracks)
+    refused("lacks the markers", readme.refreshed, path, tracks)
     assert readme.plain("a|b`c<img>") == "`a/b'c(img)`"
 
 

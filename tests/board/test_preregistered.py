@@ -20,6 +20,7 @@ from jspeed.errors import BadInput
 from jspeed.run.options import Options
 
 from ..multi_process import REPOSITORY, ended, environment, shards, start, toy
+from ..refusals import refused
 
 # What preregistered.py calls: writes the record of a run that took as long as its recipe's name
 # says, or does as told.
@@ -82,8 +83,7 @@ def test_seeds_of_a_plan_flag(text, seeds):
     + ["seeds=4294967295..4294967296"],
 )
 def test_a_malformed_plan_flag_is_refused(text):
-    with pytest.raises(BadInput, match=f"--plan {text}"):
-        preregistration.parse_seeds(text)
+    refused(f"--plan {text}", preregistration.parse_seeds, text)
 
 
 def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
@@ -104,10 +104,8 @@ def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
         ({"steps": 0}, "--steps 0"),
         ({"target_loss": nan}, "nan"),
     ]:
-        with pytest.raises(BadInput, match=says):
-            preregistered.run_series(dataclasses.replace(options, **wrong), "n=3")
-    with pytest.raises(BadInput, match="holds another plan"):
-        preregistered.run_series(options, "n=4")
+        refused(says, preregistered.run_series, dataclasses.replace(options, **wrong), "n=3")
+    refused("holds another plan", preregistered.run_series, options, "n=4")
 
 
 def test_the_flags_of_options_are_parsed_to_the_same_options():
@@ -131,14 +129,14 @@ def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(BadInput, match="in one process each"):
-        preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+    options = Options("stdlib", run_dir=trainer / "s")
+    refused("in one process each", preregistered.run_series, options, "n=3")
 
 
 def test_a_run_that_fails_stops_the_series(trainer):
     (trainer / "told").write_text("2 2")
-    with pytest.raises(BadInput, match=r"2-stdlib-s2: .* exit code 2, .* not complete"):
-        preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+    words, options = "2-stdlib-s2: .* exit code 2", Options("stdlib", run_dir=trainer / "s")
+    refused(words, preregistered.run_series, options, "n=3")
     (trainer / "told").write_text("2 143")
     with pytest.raises(SystemExit) as ended:
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
@@ -191,10 +189,8 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
         (dict(flags=["--set=A=1"]), "holds --set"),
     ]:
         values = dict(a=a, b=b, rounds=1, folder=trainer / "x", steps=None, flags=[]) | bad
-        with pytest.raises(BadInput, match=says):
-            preregistered.race(**values)
-    with pytest.raises(BadInput, match="the same recipe"):
-        preregistered.race("stdlib", "stdlib", 1, trainer / "x", None, [])
+        refused(says, preregistered.race, **values)
+    refused("the same recipe", preregistered.race, "stdlib", "stdlib", 1, trainer / "x", None, [])
     assert not (trainer / "x").exists()
 
 
@@ -242,13 +238,11 @@ def test_a_run_keeps_to_its_plan(tmp_path, monkeypatch):
         ((good, "abc", 2, None), "plans --steps 40 for this folder, found None"),
         ((tmp_path / "other", "abc", 2, 40), "no run for this folder"),
     ]:
-        with pytest.raises(BadInput, match=says):
-            preregistration.place_in_plan(*arguments)
+        refused(says, preregistration.place_in_plan, *arguments)
     assert preregistration.place_in_plan(tmp_path / "a" / "b", "abc", 1, 40) is None
     assert preregistration.place_in_plan(None, "abc", 1, 40) is None
     preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
-    with pytest.raises(BadInput, match="field 'schema': expected 1, .* found 9"):
-        preregistration.read_preregistration(tmp_path / "plan.json")
+    refused("'schema': .* found 9", preregistration.read_preregistration, tmp_path / "plan.json")
 
 
 @pytest.mark.slow

@@ -81,10 +81,7 @@ RELABELLED = {
         {"data": HONEST["data"] | {"train_shards": as_run()["data"]["train_shards"]}},
         "trained on other shards",
     ),
-    "fewer validation tokens": (
-        {"data": HONEST["data"] | {"val_tokens": 65_536}},
-        "not validated on 10,485,760",
-    ),
+    "fewer validation tokens": ({"data": HONEST["data"] | {"val_tokens": 65_536}}, "10,485,760"),
 }
 
 

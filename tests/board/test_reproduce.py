@@ -11,10 +11,10 @@ from scipy import stats as scipy_stats
 from jspeed.board import judge
 from jspeed.board.records import store
 from jspeed.board.series import reproduce
-from jspeed.errors import BadInput
 
 from ..multi_process import REPOSITORY
 from ..record.synthetic_runs import make_series, source_of
+from ..refusals import refused
 
 # What lies in the repository at the record's commit.
 TRAINER = """
@@ -80,15 +80,14 @@ def test_a_record_is_run_again_at_its_commit(tmp_path, repository, capfd):
     entry = entry_of(tmp_path, repository)
     (repository / "scripts" / "speedrun.py").write_text("broken since")
     git(repository, "commit", "-qam", "later")
-    assert (
-        reproduce.reproduce(repository, entry, source_of(), 0.001, 4, tmp_path / "again", []) == 0
-    )
+    again = tmp_path / "again"
+    assert reproduce.reproduce(repository, entry, source_of(), 0.001, 4, again, []) == 0
     out = capfd.readouterr().out
     assert "mean loss 1.3915 (n = 4); record: 1.3910 (n = 3)" in out and "they agree" in out
     assert "3 of 4 final losses equal the record's exactly" in out and "ratio 0.833" in out
     assert git(repository, "worktree", "list").count("\n") == 0, "the tree is gone"
     # a reproduction is evidence as any other
-    paths = store.add([tmp_path / "again"], tmp_path / "records")
+    paths = store.add([again], tmp_path / "records")
     runs = [row.run for row in store.load(tmp_path / "records").rows if row.path in paths]
     assert {(run["git"]["commit"], run["git"]["dirty"]) for run in runs} == {
         (entry["git"]["commit"], False)
@@ -97,9 +96,8 @@ def test_a_record_is_run_again_at_its_commit(tmp_path, repository, capfd):
 
 def test_another_result_does_not_agree(tmp_path, repository, capfd):
     entry = entry_of(tmp_path, repository, (1.35, 1.351, 1.352))
-    assert (
-        reproduce.reproduce(repository, entry, source_of(), 0.001, 2, tmp_path / "again", []) == 1
-    )
+    again = tmp_path / "again"
+    assert reproduce.reproduce(repository, entry, source_of(), 0.001, 2, again, []) == 1
     assert "they do not agree" in capfd.readouterr().out
 
 
@@ -119,21 +117,23 @@ def test_agreement_is_a_two_sided_z_test():
     assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], 0.001)[0]
 
 
+def not_reproduced(words, repository, entry):
+    again = repository.parent / "again"
+    refused(words, reproduce.reproduce, repository, entry, "", None, 1, again, [])
+
+
 def test_a_commit_that_is_not_there(tmp_path, repository):
     entry = entry_of(tmp_path, repository)
     for commit in ("0" * 40, None):
-        with pytest.raises(BadInput, match="does not have the record's commit"):
-            reproduce.reproduce(
-                repository, entry | {"git": {"commit": commit}}, "", None, 1, tmp_path / "again", []
-            )
+        elsewhere = entry | {"git": {"commit": commit}}
+        not_reproduced("does not have the record's commit", repository, elsewhere)
 
 
 def test_an_extension_that_cannot_be_built_is_an_error_message(tmp_path, repository):
     entry = entry_of(tmp_path, repository)
     (repository / "Cargo.toml").write_text("[another]")
     git(repository, "commit", "-qam", "other sources")
-    with pytest.raises(BadInput, match="the extension of commit .* cannot be built"):
-        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
+    not_reproduced("the extension of commit .* cannot be built", repository, entry)
     assert git(repository, "worktree", "list").count("\n") == 0
 
 
@@ -144,12 +144,10 @@ def test_git_that_fails_silently_or_is_not_there_is_a_message(tmp_path, reposito
         return subprocess.CompletedProcess(command, int("add" in command), "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(BadInput, match="git cannot check out .*: no message"):
-        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
+    not_reproduced("git cannot check out .*: no message", repository, entry)
 
     def absent(command, **_):
         raise FileNotFoundError
 
     monkeypatch.setattr(subprocess, "run", absent)
-    with pytest.raises(BadInput, match="git is not installed"):
-        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
+    not_reproduced("git is not installed", repository, entry)

@@ -14,6 +14,7 @@ from jspeed.errors import BadInput
 from jspeed.record.run_json import content_hash
 
 from ..record.synthetic_runs import NOW, as_run, make_run, make_series, source_of
+from ..refusals import refused
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -48,9 +49,8 @@ def test_a_series_goes_in_whole_with_its_plan(tmp_path: Path) -> None:
 def test_a_run_counts_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (path,) = store.add([run_dir, run_dir], tmp_path / "records")
-    with pytest.raises(BadInput, match="on the leaderboard already, as ") as caught:
-        store.add([run_dir], tmp_path / "records")
-    assert str(path) in str(caught.value)
+    said = refused("on the leaderboard already, as ", store.add, [run_dir], tmp_path / "records")
+    assert str(path) in said
 
 
 FAILED = as_run()["probes"] | {"causality": {"passed": False}}
@@ -72,8 +72,7 @@ NONE = {"train_shards": []}  # the trainer writes this when its shards are gone 
 )
 def test_what_is_not_a_result_is_refused(tmp_path, changes, says):
     run_dir = make_run(tmp_path / "run", **changes)
-    with pytest.raises(BadInput, match=says):
-        store.add([run_dir], tmp_path / "records")
+    refused(says, store.add, [run_dir], tmp_path / "records")
     assert not (tmp_path / "records").exists()
 
 
@@ -91,18 +90,15 @@ def test_all_of_them_or_none(tmp_path: Path) -> None:
 def test_a_source_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "recipe.py").write_text(source_of(0.2))
-    with pytest.raises(BadInput, match=r"recipe\.py was edited after the run"):
-        store.add([run_dir], tmp_path / "records")
+    refused(r"recipe\.py was edited after the run", store.add, [run_dir], tmp_path / "records")
     (run_dir / "recipe.py").unlink()
-    with pytest.raises(BadInput, match=r"recipe\.py cannot be read"):
-        store.add([run_dir], tmp_path / "records")
+    refused(r"recipe\.py cannot be read", store.add, [run_dir], tmp_path / "records")
 
 
 def test_another_plan_beside_the_run_is_refused(tmp_path: Path) -> None:
     one, two = (make_series(tmp_path / name, [60.0] * n) for name, n in (("one", 1), ("two", 2)))
     (two / "plan.json").replace(one / "plan.json")
-    with pytest.raises(BadInput, match="belongs to another plan"):
-        store.add([one], tmp_path / "records")
+    refused("belongs to another plan", store.add, [one], tmp_path / "records")
 
 
 def test_a_file_that_does_not_belong_is_named(tmp_path: Path) -> None:
@@ -121,8 +117,7 @@ def test_a_file_that_does_not_belong_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, says in (("none", "does not exist"), ("file", "is a file")):
-        with pytest.raises(BadInput, match=f"the records folder .*{name} {says}; give the folder"):
-            store.load(tmp_path / name)
+        refused(f"the records folder .*{name} {says}; give the folder", store.load, tmp_path / name)
     assert store.add([make_run(tmp_path / "run")], tmp_path / "none"), (
         "the first record makes the folder"
     )
@@ -184,17 +179,17 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
 
 def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path, monkeypatch):
     store.add([make_run(tmp_path / "run")], tmp_path / "records")
-    refused, listed = tmp_path / "records" / "stdlib", os.scandir
+    closed, listed = tmp_path / "records" / "stdlib", os.scandir
 
     def scandir(path):
-        if Path(path) == refused:
+        if Path(path) == closed:
             raise PermissionError(13, "Permission denied", str(path))
         return listed(path)
 
     # root, who runs tests in containers, may read everything
     monkeypatch.setattr(os, "scandir", scandir)
     (problem,) = store.read(tmp_path / "records").problems
-    assert problem == (refused, f"{refused} cannot be read (Permission denied); restore it")
+    assert problem == (closed, f"{closed} cannot be read (Permission denied); restore it")
 
 
 @pytest.mark.parametrize(

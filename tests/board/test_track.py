@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jspeed.board.records.track import read_track
-from jspeed.errors import BadInput
+
+from ..refusals import refused
 
 TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
 
@@ -18,11 +19,7 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
         ("[significance]", "[significance]\nsigma = -1", "field 'significance.sigma'"),
         ("[hardware]", "[hardware]\ncount = 0", "field 'hardware.count'"),
         ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title"),
-        (
-            "[hardware]",
-            "[model]\nmost_parameters = 2e8\n[hardware]",
-            "field 'model.most_parameters': expected a whole number",
-        ),
+        ("[hardware]", "[model]\nmost_parameters = 2e8\n[hardware]", "'model.most_parameters'"),
         ("[hardware]", "[hardware", "cannot be read as TOML"),
     ],
 )
@@ -31,10 +28,9 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> 
     assert old in text
     path = tmp_path / "track.toml"
     path.write_text(text.replace(old, new))
-    with pytest.raises(BadInput) as caught:
-        read_track(path, "stdlib/cpu")
-    assert str(caught.value).startswith(str(path)) and says in str(caught.value)
-    assert str(caught.value).endswith("; correct the track's file")
+    said = refused("", read_track, path, "stdlib/cpu")
+    assert said.startswith(str(path)) and says in said
+    assert said.endswith("; correct the track's file")
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,7 @@ def test_a_recipe_that_reaches_into_the_program_does_not_count(records, add):
 
 
 UNFAIR = {
-    "a table in the first state": (
-        carrying(**{"initial state": 4225}),
-        "initial state holds 4,225",
-    ),
+    "a table in the first state": (carrying(**{"initial state": 4225}), "holds 4,225"),
     "a table in the steps": (carrying(step=111_488), "step holds 111,488 numbers"),
     "a table in the evaluation": (carrying(evaluation=300), "evaluation holds 300 numbers"),
     "a table of few levels in the first state": (
@@ -54,10 +51,7 @@ UNFAIR = {
         "does not say in how many places",
     ),
     "rows told by a loader of its own": (NEW | {"told_by": None}, "what code of its own knows"),
-    "a callback": (
-        NEW | {"carried": CARRIED | {"calls": ["pure_callback"]}},
-        "call the host (pure_callback)",
-    ),
+    "a callback": (NEW | {"carried": CARRIED | {"calls": ["pure_callback"]}}, "pure_callback"),
     "weights of its own": (NEW | {"weighted": True}, "weights of its own"),
     "parameters of another run": (
         NEW | {"fields": {"RATE": 0.1, "init_from": "ab" * 32}},

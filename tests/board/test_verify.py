@@ -97,16 +97,8 @@ BACK = {"ended": "2026-01-31T12:00:30+00:00", "started": "2026-01-31T12:00:31+00
     ("changes", "field", "words"),
     [
         (lambda run: {"seed": 9}, "seed", ["expected 2, which plan-", "found 9"]),
-        (
-            lambda run: {"fields": {"RATE": 0.2}},
-            "recipe_hash",
-            ["which follows from fields and source"],
-        ),
-        (
-            lambda run: {"initial_state": "0" * 15 + "1"},
-            "seed",
-            ["expected 1, because the run began"],
-        ),
+        (lambda run: {"fields": {"RATE": 0.2}}, "recipe_hash", ["from fields and source"]),
+        (lambda run: {"initial_state": "0" * 15 + "1"}, "seed", ["expected 1, because"]),
         (lambda run: EARLY, "started", ["a time after plan-"]),
         (lambda run: BACK, "ended", ["a time after started"]),
         (moved_seconds, "curve[2].timed_seconds", ["at most timed_seconds, 55.000"]),

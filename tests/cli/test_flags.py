@@ -12,8 +12,9 @@ import pytest
 
 from jspeed.cli import main, satellites
 from jspeed.cli.flags import Command, Group, example_lines, parse
-from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Fields, File, Folder, Positive, Wants
+
+from ..refusals import refused
 
 TOP = Group(main.ABOUT, satellites.commands(), satellites.command, main.EXAMPLES)
 
@@ -33,10 +34,7 @@ LEAVES = leaves()
 
 
 def said(words: str, name: str = "") -> str:
-    with pytest.raises(BadInput) as caught:
-        main.call(shlex.split(words), name)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refused("", main.call, shlex.split(words), name)
 
 
 @pytest.mark.parametrize("prog", LEAVES)
@@ -191,8 +189,7 @@ def test_the_fields_of_a_dataclass_are_flags(capsys):
     assert parse(command, "a --width 2 --dry --height 3 --set A=1 B=2".split(), "drawn")() == 3
     assert got == (Shape("a", 2, 3, ("A=1", "B=2")), True)
     assert parse(command, [], "drawn")() == 3 and got == (Shape(), False)
-    with pytest.raises(BadInput, match="--width"):
-        parse(command, ["--width", "0"], "drawn")
+    refused("--width", parse, command, ["--width", "0"], "drawn")
     with pytest.raises(SystemExit):
         parse(command, ["--help"], "drawn")
     text = capsys.readouterr().out
@@ -271,8 +268,7 @@ def checked(
 def test_the_rule_of_an_annotation_is_checked(words, named):
     parse(Command(checked), "--few 2 --rate 0.5 --some 0 3".split(), "checked")()
     assert got == (2, 0.5, (0, 3))
-    with pytest.raises(BadInput, match=named):
-        parse(Command(checked), words.split(), "checked")
+    refused(named, parse, Command(checked), words.split(), "checked")
 
 
 def test_a_home_folder_is_meant_wherever_a_file_may_be_named(tmp_path, monkeypatch):

@@ -124,15 +124,12 @@ RAISES = 'if processes.index == 1: raise ValueError("no such layer")'
                 (
                     "if processes.index == 1: __import__('os')._exit(5)",
                     5,
-                    (
-                        "error: process 1 exited without an error message; see its output or its"
-                        " launcher's"
-                    ),
+                    "error: process 1 exited",
                 ),
                 (
                     "if processes.index: processes.gather(1)\n    break_",
                     70,
-                    "error: process 0: NameError: name",
+                    "error: process 0: Name",
                 ),
             ]
         ),

@@ -12,9 +12,9 @@ import pytest
 
 from jspeed.cli.flags import parse
 from jspeed.cluster.command import COMMAND
-from jspeed.errors import BadInput
 
 from ..multi_process import REPOSITORY
+from ..refusals import refused
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts" / "launch.py")]
 
@@ -41,16 +41,12 @@ def launch(tmp_path):
 
 
 def test_every_process_gets_its_rank(launch):
-    program = (
-        "print(*(os.environ[n] for n in"
-        " ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR')), "
-    )
-    program += "os.environ['MASTER_PORT'], sys.argv[1:])"
-    done = launch(
-        "--nnodes 2 --node_rank=1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 77"
-        " --prefix",
-        program,
-    )
+    program = """
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    print(*(os.environ[name] for name in names), sys.argv[1:])
+    """
+    node = "--nnodes 2 --node_rank=1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 77"
+    done = launch(f"{node} --prefix", program)
     assert done.returncode == 0 and not done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {rank}] {rank} 4 {rank - 2} 2 10.0.0.1 77 ['--flag', 'of the program']"
@@ -66,10 +62,8 @@ def test_dry_run_prints_each_node(launch):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and "ran" not in lines and lines[0] == "# node 0 of 3"
     assert [line.split()[0] for line in lines[1::2]] == ["RANK=0", "RANK=1", "RANK=2"]
-    assert all(
-        "MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line
-        for line in lines[1::2]
-    )
+    assert all("MASTER_ADDR=n0 MASTER_PORT=29500" in line for line in lines[1::2])
+    assert all("'of the program'" in line for line in lines[1::2])
 
 
 def test_results_of_every_process_are_gathered(launch, tmp_path):
@@ -147,9 +141,7 @@ def test_sigterm_is_passed_on_and_becomes_sigkill(launch, stubborn, code):
     assert process.returncode == code and ("SIGKILL" in err) == stubborn
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a process that its parent has died"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a parent has died")
 def test_none_is_left_over_when_the_launcher_is_killed(launch):
     program = """
     signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write("told\\n"), sys.exit(143)))
@@ -171,10 +163,7 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ("--nproc-per-node none", "--nproc-per-node none run"),
         ("--standalone", "--standalone --nnodes 2 run"),
         *(
-            (
-                f"--master-addr {host!r}: expected a host's name or address",
-                f"--master-addr={host} run",
-            )
+            (f"--master-addr {host!r}: expected", f"--master-addr={host} run")
             for host in ("node..1", "node0:29500", "http://node0", "", "a" * 64, "[node0]")
         ),
         ("--nnodes", "--nnodes two run"),
@@ -193,9 +182,7 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
     ],
 )
 def test_bad_flags_are_an_error_message(word, flags):
-    with pytest.raises(BadInput) as caught:
-        parse(COMMAND, flags.split(), "jspeed launch")()
-    assert word in str(caught.value) and "\n" not in str(caught.value)
+    assert word in refused("", lambda: parse(COMMAND, flags.split(), "jspeed launch")())
 
 
 def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch, tmp_path):

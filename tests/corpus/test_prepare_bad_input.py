@@ -10,6 +10,7 @@ import pytest
 from jspeed.corpus import named_data_sets, tokenise
 from jspeed.errors import BadInput
 
+from ..refusals import refused
 from .prepared import byte_documents, jsonl, prepare_bytes, script
 
 GOOD = b'{"text": "a"}\n{"text": "b"}\n'
@@ -61,14 +62,11 @@ def test_missing_input_and_empty_folder(tmp_path):
         ("pipe.txt", "neither a file nor a folder"),
         ("with", r"with/pipe.txt cannot be read \(not a regular file\)"),
     ]:
-        with pytest.raises(BadInput, match=says):
-            prepare_bytes(tmp_path / name, out=tmp_path / "out")
+        refused(says, prepare_bytes, tmp_path / name, out=tmp_path / "out")
     of_characters = partial(named_data_sets.prepare_shakespeare, characters=True)
     for made in (named_data_sets.prepare_names, of_characters):
-        with pytest.raises(BadInput, match=r"pipe.txt cannot be read \(not a regular file\)"):
-            made(tmp_path / "out", given=tmp_path / "pipe.txt")
-    with pytest.raises(BadInput, match="no input was given"):
-        prepare_bytes(out=tmp_path / "out")
+        refused("pipe.txt cannot be read", made, tmp_path / "out", given=tmp_path / "pipe.txt")
+    refused("no input was given", prepare_bytes, out=tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["in", "pipe.txt", "with"]
 
 
@@ -80,13 +78,11 @@ def test_bad_output(tmp_path, monkeypatch):
         (source / "below" / "out", "cannot be created"),
         (tmp_path / ("x" * 300), "name too long"),
     ]:
-        with pytest.raises(BadInput, match=says):
-            prepare_bytes(source, out=out)
+        refused(says, prepare_bytes, source, out=out)
     (tmp_path / "in").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(BadInput, match="read-only"):
-            prepare_bytes(source, out=tmp_path / "in" / "out")
+        refused("read-only", prepare_bytes, source, out=tmp_path / "in" / "out")
     assert not os.listdir(tmp_path / "in")
     # an empty folder is fine
     assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")

@@ -18,6 +18,7 @@ from jspeed.corpus import chunks, sources, tokenise
 from jspeed.corpus.shards import folder as folders
 from jspeed.errors import BadInput, NoRoom
 
+from ..refusals import refused
 from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes, read_split
 
 INTERRUPTED = """
@@ -140,7 +141,7 @@ def test_a_full_disk_keeps_the_work(tmp_path, source, monkeypatch):
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(BadInput, match="No space left.*resumes after 1[0-9] documents"):
+    with pytest.raises(BadInput, match="space .*after 1[0-9]"):
         prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)
     assert not (tmp_path / "new" / "out").exists()
     room = 10**6
@@ -234,8 +235,7 @@ def test_a_folder_that_another_process_prepares_is_named(tmp_path, monkeypatch):
     def meanwhile(*arguments):
         if not errors:
             errors.append("")
-            with pytest.raises(BadInput, match="another process is preparing .*out; wait for it"):
-                prepare_bytes(source, out=out)
+            refused("another process is preparing .*out", prepare_bytes, source, out=out)
         return real(*arguments)
 
     monkeypatch.setattr(tokenise.parallel_tokenise, "tokenise", meanwhile)
@@ -297,8 +297,7 @@ def test_two_preparations_at_once(tmp_path, equal):
         write(overtaken())
         check_manifest(out)
     else:
-        with pytest.raises(BadInput, match="filled by something else"):
-            write(overtaken())
+        refused("filled by something else", write, overtaken())
     assert byte_documents(out, "train") == [winners[0][1]]
     assert os.listdir(tmp_path) == ["out"]
 
@@ -308,8 +307,7 @@ def test_failure_while_writing_removes_everything(tmp_path):
         yield folders.EncodedDocuments("train", np.zeros(1 << 20, np.uint16), np.array([1 << 20]))
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(BadInput, match="No space left"):
-        folders.write_folder(tmp_path / "new" / "out", batches(), {}, "s")
+    refused("No space left", folders.write_folder, tmp_path / "new" / "out", batches(), {}, "s")
     assert not os.listdir(tmp_path)
 
 
@@ -319,6 +317,5 @@ def test_input_that_changes_between_the_readings(tmp_path, monkeypatch):
     monkeypatch.setattr(
         tokenise.parallel_tokenise, "tokenise", lambda *a: (real(*a), jsonl(source, "abc"))
     )
-    with pytest.raises(BadInput, match="changed while it was read"):
-        prepare_bytes(source, out=tmp_path / "out")
+    refused("changed while it was read", prepare_bytes, source, out=tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]

@@ -15,6 +15,8 @@ from jspeed.corpus import process_pool
 from jspeed.corpus.process_pool import in_order
 from jspeed.errors import BadInput, NoRoom
 
+from ..refusals import refused
+
 PARENT = """
 import time
 from jspeed.corpus.process_pool import in_order
@@ -37,8 +39,7 @@ def test_bad_input_is_raised_after_the_results_before_it():
 
     results = in_order(math.factorial, items(), 2)
     assert [next(results) for _ in range(3)] == [1, 2, 6]
-    with pytest.raises(BadInput, match="the fourth"):
-        next(results)
+    refused("the fourth", next, results)
 
 
 def test_no_more_processes_than_items(monkeypatch):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jspeed.corpus import sources, tokenise
-from jspeed.errors import BadInput
 
+from ..refusals import refused
 from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes, script
 
 
@@ -91,5 +91,4 @@ def test_stdlib_command(tmp_path):
 def test_stdlib_refuses_a_folder_of_something_else(stdlib, tmp_path):
     out = tmp_path / "x"
     prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=out)
-    with pytest.raises(BadInput, match="not empty"):
-        tokenise.prepare_stdlib(out)
+    refused("not empty", tokenise.prepare_stdlib, out)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from jspeed.corpus.gpt2_tokenizer import gpt2_facts, gpt2_tokenizer_file, is_gpt
 from jspeed.corpus.tokenise import Tokenising
 from jspeed.data import find_split, tokens
 from jspeed.data.find_shards import map_tokens
-from jspeed.errors import BadInput
 
+from ..refusals import refused
 from .prepared import VOCABULARY, jsonl, needs_gpt2
 
 hf = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
@@ -186,8 +187,7 @@ def test_a_gpt2_of_ids_that_nothing_explains_is_refused(tmp_path, ids, file):
     if file:
         (tmp_path / file).touch()
     what = f"its {file} is not GPT-2's" if file else f"it has {ids:,} ids, not GPT-2's"
-    with pytest.raises(BadInput, match=f"has no tokenizer.json .*, and {what}"):
-        gpt2_facts(tmp_path, {"vocab_size": ids})
+    refused(f"has no tokenizer.json .*, and {what}", gpt2_facts, tmp_path, {"vocab_size": ids})
 
 
 @pytest.mark.parametrize(
@@ -226,29 +226,23 @@ def test_words_of_a_large_vocabulary_become_uint32_shards(tmp_path):
     again = tokenizers.tokenizer_of(manifest, out)
     assert again.decode([5, 69_999]).split() == [b"w5", b"w69999"]
     (out / "tokenizer.json").write_bytes(words(tmp_path / "other.json", 70_002).read_bytes())
-    with pytest.raises(BadInput, match="but the text was tokenised with tokenizer.json@"):
-        tokenizers.tokenizer_of(manifest, out)
+    refused("tokenised with tokenizer.json@", tokenizers.tokenizer_of, manifest, out)
 
 
 def test_bad_tokenizer_files(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", ["a", "b"])
 
-    def refused(path, match):
-        with pytest.raises(BadInput, match=match):
-            tokenise.prepare_text([source], tmp_path / "out", Tokenising(str(path)))
+    def refuses(name, words):
+        made = Tokenising(str(tmp_path / name))
+        refused(words, tokenise.prepare_text, [source], tmp_path / "out", made)
 
-    refused(tmp_path / "none.json", "cannot be read")
+    refuses("none.json", "cannot be read")
     (tmp_path / "no.json").write_text('{"model": 3}')
-    refused(tmp_path / "no.json", "is no tokenizer.json that tokenizers .* reads")
-    refused(
-        byte_level(tmp_path / "unmarked.json"),
-        "it has no special ones.*, or give --end-of-text none",
-    )
+    refuses("no.json", "is no tokenizer.json that tokenizers .* reads")
+    byte_level(tmp_path / "unmarked.json")
+    refuses("unmarked.json", "it has no special ones.*, or give --end-of-text none")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(
-        tmp_path / "no.json",
-        r"needs the package tokenizers to be read; pip install 'jspeed\[tokenizers\]'",
-    )
+    refuses("no.json", r"pip install 'jspeed\[tokenizers\]'")
 
 
 def test_any_special_token_can_separate_documents(tmp_path):
@@ -256,31 +250,20 @@ def test_any_special_token_can_separate_documents(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     path = str(byte_level(tmp_path / "mine.json", "<|bos|>", "<|user|>"))
 
-    def prepare(out, **options):
-        return tokenise.prepare_text([source], out, Tokenising(path, 0.5, **options))
-
-    with pytest.raises(BadInput, match=r"--separator-token \(it has <\|bos\|>, <\|user\|>\), or"):
-        prepare(out=tmp_path / "out")
-    with pytest.raises(
-        BadInput,
-        match=(
-            r"--separator-token <\|bo\|> is no special .*mean '<\|bos\|>'.*has <\|bos\|>, <\|user"
-        ),
+    prepare = partial(tokenise.prepare_text, [source])
+    for words, given, options in (
+        (r"--separator-token \(it has <\|bos\|>, <\|user\|>\), or", path, {}),
+        (r"--separator-token <\|bo\|> .*mean '<\|bos\|>'", path, {"separator_token": "<|bo|>"}),
+        ("out --separator-token", path, {"separator_token": "<|bos|>", "end_of_text": "none"}),
+        ("tokenizer bytes; it has no special", "bytes", {"separator_token": "a"}),
     ):
-        prepare(out=tmp_path / "out", separator_token="<|bo|>")
-    with pytest.raises(BadInput, match="leave out --separator-token"):
-        prepare(out=tmp_path / "out", separator_token="<|bos|>", end_of_text="none")
-    with pytest.raises(BadInput, match="of tokenizer bytes; it has no special ones"):
-        tokenise.prepare_text([source], tmp_path / "out", Tokenising("bytes", separator_token="a"))
+        refused(words, prepare, tmp_path / "out", Tokenising(given, 0.5, **options))
     assert not (tmp_path / "out").exists()
     found = {}
     for token in ("<|bos|>", "<|user|>"):
         for processes in (1, 2):
-            out = prepare(
-                out=tmp_path / f"{token[2:5]}{processes}",
-                separator_token=token,
-                processes=processes,
-            )
+            options = Tokenising(path, 0.5, separator_token=token, processes=processes)
+            out = prepare(tmp_path / f"{token[2:5]}{processes}", options)
             found[token] = json.loads((out / "manifest.json").read_text())["bos_id"]
             for split in ("train", "val"):
                 ids = map_tokens(find_split(out, split).paths[0])

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jspeed.data import shard
-from jspeed.errors import BadInput
+
+from ..refusals import refused
 
 NAMES = [f"name {i}" for i in range(32_033)]  # as many as makemore's names.txt
 
@@ -62,5 +63,4 @@ def test_several_sequences_stay_aligned_and_keep_their_types():
     ],
 )
 def test_bad_arguments_have_an_error_message(data, options, says):
-    with pytest.raises(BadInput, match=says):
-        shard(*data, **options)
+    refused(says, shard, *data, **options)

@@ -22,6 +22,7 @@ from jspeed.data import (
 )
 from jspeed.errors import BadInput
 
+from ..refusals import refused
 from .on_disk import shard_bytes, shards_of, wide_bytes
 from .oracle import stream
 
@@ -295,8 +296,7 @@ def test_a_batch_that_no_machine_has_the_memory_for_is_refused(tmp_path):
         shuffle=Shuffle(unit="window"),
         epochs=None,
     )
-    with pytest.raises(BadInput, match=r"needs 28147\d+ MB in one piece, .* fewer lanes"):
-        next(loader)
+    refused(r"needs 28147\d+ MB in one piece, .* fewer lanes", next, loader)
 
 
 def test_too_many_documents_and_foreign_tokens_are_named():

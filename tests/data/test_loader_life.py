@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jspeed.data import TokenLoader
-from jspeed.errors import BadInput
 
+from ..refusals import refused
 from .on_disk import shard_bytes, shards_of
 
 
@@ -67,8 +67,7 @@ def test_life_cycle():
         lambda: next(loader),
         lambda: loader.load_state_dict(loader.state_dict()),
     ):
-        with pytest.raises(BadInput, match="the loader is closed"):
-            call()
+        refused("the loader is closed", call)
     dropped = TokenLoader(shards, lanes=2, lane_len=5, align=None)
     next(dropped)
     del dropped

@@ -12,6 +12,8 @@ from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data.manifest import complete_manifest, matches, read_manifest
 from jspeed.errors import BadInput
 
+from ..refusals import refused
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -67,19 +69,15 @@ BAD = [
     (put("splits", None), "'splits': expected an object, found null"),
     (lambda manifest: manifest.pop("tokenizer"), "'tokenizer': expected a name"),
     (lambda manifest: manifest["files"][1].pop("documents"), r"'files\[1\].documents'"),
-    (
-        lambda manifest: manifest["files"].append(manifest["files"][0]),
-        "'files': expected files of different names",
-    ),
+    (lambda manifest: manifest["files"].append(manifest["files"][0]), "'files': expected"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:60] for _, message in BAD])
 def test_each_bad_manifest_has_its_error_message(whole, tmp_path, change, message):
     with_change(whole, tmp_path, change)
-    with pytest.raises(BadInput, match=f"^{tmp_path}/manifest.json: field {message}") as caught:
-        read_manifest(tmp_path)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("shards need none")
+    said = refused(f"^{tmp_path}/manifest.json: field {message}", read_manifest, tmp_path)
+    assert said.endswith("shards need none")
     assert complete_manifest(tmp_path) is None and not matches(tmp_path, {})
 
 
@@ -92,8 +90,7 @@ def test_a_manifest_without_splits_has_them_once_read(whole, tmp_path):
 @pytest.mark.parametrize("text", ["{", "", "\xff", "[" * 100_000, "1" * 10_000, '{"a": NaN'])
 def test_no_json(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(BadInput, match="manifest.json is (not JSON|cut short)"):
-        read_manifest(tmp_path)
+    refused("manifest.json is (not JSON|cut short)", read_manifest, tmp_path)
 
 
 JSON = st.recursive(
@@ -127,8 +124,7 @@ def test_any_value_anywhere_is_accepted_or_has_an_error_message(whole, tmp_path_
 def test_only_regular_files_are_opened(whole, tmp_path):
     """A pipe that nobody writes to would be waited for for ever."""
     os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(BadInput, match=r"manifest.json cannot be read \(not a regular file\)"):
-        read_manifest(tmp_path)
+    refused(r"manifest.json cannot be read \(not a regular file\)", read_manifest, tmp_path)
     for path in (tmp_path / "manifest.json", "/dev/zero", tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             open_regular(path)

@@ -12,10 +12,10 @@ from jspeed.corpus.shards import ready_tokens
 from jspeed.corpus.shards.ready_tokens import convert_tokens
 from jspeed.corpus.tokenizers import named_facts
 from jspeed.data.manifest import verify
-from jspeed.errors import BadInput
 
 from ..corpus.prepared import read_split, script
 from ..multi_process import said
+from ..refusals import refused
 from .on_disk import shard_bytes
 
 # nanoGPT's: a mark after each document
@@ -65,46 +65,22 @@ def test_the_same_tokens(tmp_path, monkeypatch, names, dtype, chunk):
 
 BAD = {
     "no folder": (lambda f: shutil.rmtree(f), "input folder {} cannot be read (No such file"),
-    "no tokens": (
-        lambda f: [path.unlink() for path in f.iterdir()],
-        "{} holds no tokens, train.bin and val.bin",
-    ),
+    "no tokens": (lambda f: [path.unlink() for path in f.iterdir()], "{} holds no tokens"),
     "one split": (lambda f: (f / "val.bin").unlink(), "the val split of "),
-    "too large": (
-        lambda f: np.array([1, 2, 257], "<u2").tofile(f / "val.bin"),
-        "token id 257 at token position 2",
-    ),
-    "negative": (
-        lambda f: np.save(f / "x_val_1.npy", np.array([1, -2])),
-        "token id -2 at token position 1",
-    ),
-    "odd": (
-        lambda f: (f / "val.bin").write_bytes(b"abc"),
-        "val.bin holds no ids of tokens (Size of available",
-    ),
+    "too large": (lambda f: np.array([1, 2, 257], "<u2").tofile(f / "val.bin"), "token id 257 at "),
+    "negative": (lambda f: np.save(f / "x_val_1.npy", np.array([1, -2])), "token id -2 at "),
+    "odd": (lambda f: (f / "val.bin").write_bytes(b"abc"), "val.bin holds no ids of tokens"),
     "empty": (lambda f: (f / "val.bin").write_bytes(b""), "val.bin holds no ids of tokens"),
-    "no array": (
-        lambda f: (f / "val_1.npy").write_bytes(b"abc"),
-        "val_1.npy holds no ids of tokens",
-    ),
-    "pickle": (
-        lambda f: np.save(f / "val_1.npy", np.array([{}])),
-        "val_1.npy holds no ids of tokens",
-    ),
+    "no array": (lambda f: (f / "val_1.npy").write_bytes(b"abc"), "val_1.npy holds no ids"),
+    "pickle": (lambda f: np.save(f / "val_1.npy", np.array([{}])), "val_1.npy holds no ids"),
     "several arrays": (
         lambda f: np.savez(f / "x.npz", x=VAL) or (f / "x.npz").rename(f / "val_1.npy"),
         "no ids of",
     ),
-    "table": (
-        lambda f: np.save(f / "val_1.npy", np.ones((2, 3), int)),
-        "holds an array (2, 3) of int64",
-    ),
+    "table": (lambda f: np.save(f / "val_1.npy", np.ones((2, 3), int)), "(2, 3) of int64"),
     "numbers": (lambda f: np.save(f / "val_1.npy", np.ones(3)), "holds an array (3,) of float64"),
     "a shard": (lambda f: (f / "val.bin").write_bytes(shard_bytes()), "val.bin is a shard already"),
-    "a pipe": (
-        lambda f: os.mkfifo(f / "val_1.bin"),
-        "val_1.bin cannot be read (not a regular file)",
-    ),
+    "a pipe": (lambda f: os.mkfifo(f / "val_1.bin"), "val_1.bin cannot be read"),
     "characters": (lambda f: (f / "meta.pkl").touch(), "ids in {} are of characters"),
 }
 
@@ -130,5 +106,4 @@ def test_the_command(tmp_path):
     folder = write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL))
     code, stdout, err = script("tokens", folder, "--out", tmp_path / "out", "--tokenizer", "bytes")
     assert (code, err) == (0, "") and "train             13 tokens           4 documents" in stdout
-    with pytest.raises(BadInput, match="not empty"):
-        prepare_tokens(folder, tmp_path / "in")
+    refused("not empty", prepare_tokens, folder, tmp_path / "in")

@@ -103,19 +103,9 @@ def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
     [
         ("cudnn", "native", "9.0", ["compute capability 9.0", "on tensor cores"]),
         ("cudnn", "native", "10.0", ["compute capability 10.0", "on tensor cores"]),
-        (
-            "triton",
-            "missing",
-            "8.0",
-            ["not yet run.* this is 8.0", "from compute capability 8.9 on"],
-        ),
+        ("triton", "missing", "8.0", ["not yet run.* this is 8.0", "compute capability 8.9"]),
         ("triton", "native", "12.0", ["not yet run.* this is 12.0", "on tensor cores"]),
-        (
-            "xla",
-            "missing",
-            "7.5",
-            ["need compute capability 8.0, this is 7.5", "from compute capability 8.9 on"],
-        ),
+        ("xla", "missing", "7.5", ["capability 8.0, this is 7.5", "compute capability 8.9"]),
     ],
 )
 def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):

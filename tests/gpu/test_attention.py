@@ -19,9 +19,7 @@ from ..model import dense
 
 BOS = 7
 MAX_DOCS = 24
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1"
-)
+DEVICES = "gpu", "tpu"
 
 
 def lanes(length: int) -> np.ndarray:

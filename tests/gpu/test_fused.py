@@ -3,14 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jspeed.kernels import fp8_cast, fused_mlp
 from jspeed.model.fp8 import E4M3, E5M2
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 N, F, D = 4096, 3072, 768
 
 

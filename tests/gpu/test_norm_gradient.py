@@ -2,16 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jspeed.kernels.norm_gradient import norm_gradient
 from jspeed.model.layers import inverse_rms, rms_norm
 
 from ..model import dense
-
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 
 
 def test_one_pass():

@@ -11,9 +11,6 @@ from jspeed.model.attention import without_own_value
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 LANES, T, HEADS = 2, 1001, 3  # no multiple of the rows of a program
 
 

@@ -10,9 +10,6 @@ from jspeed.model.attention import find_documents
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 LANES, T, K = 2, 4000, 128  # T is no multiple of a block
 
 

@@ -9,9 +9,7 @@ from jspeed.model.custom_kernels import Attending, available
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute.device import NATIVE_FP8, chip_of
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1"
-)
+DEVICES = "gpu", "tpu"
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -11,9 +11,6 @@ from jspeed.speedrun.heads import pair_positions
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 # T is no multiple of the tokens of a program
 LANES = 2
 T = 4000

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jspeed.kernels import row_sums
 from jspeed.model.custom_kernels import Kernel
@@ -13,9 +12,6 @@ from jspeed.parallel.sharded_table import fetch
 
 from ..model import dense
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1"
-)
 TOKENS, ROWS, WIDTH = 40_000, 30_000, 768
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed.corpus import tokenizers
-from jspeed.errors import BadInput
 from jspeed.inference.generate import (
     NOT_A_NUMBER,
     STOPPED,
@@ -32,6 +31,7 @@ from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find_recipe import find
 
+from ..refusals import refused
 from ..toys import ALIKE, TOYS
 
 GREEDY = Sampling(temperature=0)
@@ -175,8 +175,7 @@ def test_positions_mixed_outside_the_primitives_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text(source)
     found = find(str(tmp_path / "mine.py"), TOYS["stdlib"])
     model = Model(found, noisy(found.recipe), one_device(), BYTES)
-    with pytest.raises(BadInput, match="mixes positions outside the primitives"):
-        list(Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
+    refused("positions outside the primitives", list, Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
 
 
 def test_a_step_costs_less_than_a_third_of_a_whole_forward_pass():
@@ -343,13 +342,11 @@ def test_logits_that_are_not_numbers_are_no_text(sampling):
 
 def test_a_model_whose_logits_are_not_numbers_is_bad_input():
     model = toy("stdlib")
-    broken = Model(
-        model.found, jax.tree.map(lambda p: p * jnp.nan, model.params), model.mesh, BYTES
-    )
-    with pytest.raises(BadInput, match="gives logits that are not numbers after 0 tokens"):
-        list(sample(broken, ["a"], 3, Sampling(0.8, top_p=0.5)))
+    params = jax.tree.map(lambda p: p * jnp.nan, model.params)
+    broken = Model(model.found, params, model.mesh, BYTES)
+    refused("not numbers after 0 tokens", sample, broken, ["a"], 3, Sampling(0.8, top_p=0.5))
 
 
 def test_no_bos_and_no_prompt():
-    with pytest.raises(BadInput, match="give a --prompt"):
-        list(Generator(toy("stdlib", facts=BYTES | {"bos_id": None}), 1, GREEDY)([[]], 2))
+    generator = Generator(toy("stdlib", facts=BYTES | {"bos_id": None}), 1, GREEDY)
+    refused("give a --prompt", list, generator([[]], 2))

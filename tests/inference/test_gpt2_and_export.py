@@ -32,6 +32,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
 
+from ..refusals import refused
 from ..toys import TOYS, first_parameters
 
 LAYERS = 2
@@ -162,11 +163,9 @@ def test_a_prompt_is_continued_after_bos_which_is_said_or_alone(tmp_path, capsys
         assert capsys.readouterr().err == note * bos
     sample(path, prompt="", tokens=1)
     assert capsys.readouterr().err == ""  # there is no prompt that it could change
-    with pytest.raises(BadInput, match="without a BOS token .* give a --prompt"):
-        sample(path, prompt="", bos=False)
+    refused("without a BOS token .* give a --prompt", sample, path, prompt="", bos=False)
     for given in ({"top_k": 3}, {"top_p": 0.5}, {"seed": 2}):
-        with pytest.raises(BadInput, match="--temperature 0 draws nothing, so --"):
-            sample(path, prompt="a", temperature=0.0, **given)
+        refused("--temperature 0 draws nothing", sample, path, prompt="a", temperature=0.0, **given)
 
 
 def test_gradient_of_the_tied_table_is_that_of_both_of_its_uses(tmp_path):
@@ -208,8 +207,7 @@ def test_four_sizes(size, count):
 
 
 def test_an_unknown_size():
-    with pytest.raises(BadInput, match="field SIZE is '1B'; .* 30M, .* 1.5B"):
-        find("gpt2", ["SIZE=1B"])
+    refused("field SIZE is '1B'; .* 30M, .* 1.5B", find, "gpt2", ["SIZE=1B"])
 
 
 def test_round_trip_is_equal_to_the_bit(tmp_path):
@@ -342,9 +340,7 @@ def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
     tensors, (name,) = random_gpt2(), fields
     path = folder_of(tmp_path / "gpt2", tensors, CONFIG | fields)
     for load_it in (lambda: read_parameters(path, recipe_of()), lambda: load_model(path)):
-        with pytest.raises(BadInput, match=name) as caught:
-            load_it()
-        assert "\n" not in str(caught.value)
+        refused(name, load_it)
     if forward:
         assert (
             np.abs(gpt2_forward(tensors, TOKENS, **forward) - gpt2_forward(tensors, TOKENS)).max()
@@ -403,39 +399,25 @@ def without(tensors, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "sets", "words"),
+    ("change", "words"),
     [
-        (lambda t: without(t, "h.1.ln_2.bias"), (), r"lacks h\.1\.ln_2\.bias"),
-        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which a GPT-2 of 2"),
-        (lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]}, (), r"holds h\.2\.ln_1\.bias"),
-        (
-            lambda t: t | {"lm_head.weight": t["wte.weight"] + 1},
-            (),
-            "lm_head.weight differs from wte.weight",
-        ),
+        (lambda t: without(t, "h.1.ln_2.bias"), r"lacks h\.1\.ln_2\.bias"),
+        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, r"holds h\.1\.extra, which a GPT-2 of 2"),
+        (lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]}, r"holds h\.2\.ln_1\.bias"),
+        (lambda t: t | {"lm_head.weight": t["wte.weight"] + 1}, "lm_head.weight differs from wte"),
         (
             lambda t: t | {"h.1.mlp.c_fc.weight": np.ones((32, 64), "f4")},
-            (),
-            r"h\.1\.mlp.* \(32, 64\) but .* \(32, 128\)",
+            r"h\.1\.mlp.* but .* 128\)",
         ),
-        (lambda t: t | {"ln_f.bias": t["ln_f.bias"].astype("i1")}, (), r"holds ln_f\.bias in I8"),
-        (
-            lambda t: t | {n: t[n].T.copy() for n in t if n[:2] == "h."},
-            (),
-            r"c_attn.* \(96, 32\), \[out, in\].*transpose",
-        ),
-        (
-            lambda t: t | {"wpe.weight": t["wpe.weight"][:9]},
-            (),
-            r"wpe\.weight has shape \(9, 32\) but config\.json says",
-        ),
-        (lambda t: {"a": t["ln_f.bias"]}, (), r"lacks wte\.weight"),
+        (lambda t: t | {"ln_f.bias": t["ln_f.bias"].astype("i1")}, r"holds ln_f\.bias in I8"),
+        (lambda t: t | {n: t[n].T.copy() for n in t if n[:2] == "h."}, r"c_attn.*transpose"),
+        (lambda t: t | {"wpe.weight": t["wpe.weight"][:9]}, r"wpe\.weight has shape \(9, 32\) but"),
+        (lambda t: {"a": t["ln_f.bias"]}, r"lacks wte\.weight"),
     ],
 )
-def test_refuses_other_tensors(tmp_path, change, sets, words):
+def test_refuses_other_tensors(tmp_path, change, words):
     path = folder_of(tmp_path / "gpt2", change(random_gpt2()))
-    with pytest.raises(BadInput, match=words):
-        read_parameters(path, recipe_of(*sets))
+    refused(words, read_parameters, path, recipe_of())
 
 
 def test_refuses_what_is_no_model(tmp_path):
@@ -445,34 +427,26 @@ def test_refuses_what_is_no_model(tmp_path):
         (lambda: load_model(tmp_path / "none"), "does not exist"),
         (lambda: load_model(tmp_path), "has no config.json"),
     ):
-        with pytest.raises(BadInput, match=words):
-            call()
+        refused(words, call)
     for index in ([], None, {"weight_map": 3}, {"weight_map": {"wte.weight": 3}}):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(BadInput, match="index.json cannot be read"):
-            export.load(tmp_path)
+        refused("index.json cannot be read", export.load, tmp_path)
     for name in ("../1.safetensors", "/etc/passwd", "a/../../b", ".."):
         index = {"weight_map": {"wte.weight": name}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(BadInput, match="not a file of its own folder"):
-            export.load(tmp_path)
+        refused("not a file of its own folder", export.load, tmp_path)
     os.mkfifo(tmp_path / "1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"wte.weight": "1.safetensors"}}'
-    )
-    with pytest.raises(BadInput, match="1.safetensors cannot be read .*not a regular file"):
-        export.load(tmp_path)
+    index = {"weight_map": {"wte.weight": "1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("1.safetensors cannot be read .*not a regular file", export.load, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no such thing" * 9)
-    with pytest.raises(BadInput, match="cannot be read as safetensors"):
-        export.load(tmp_path)
+    refused("cannot be read as safetensors", export.load, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(BadInput, match="neither; expected a run of jspeed or a GPT-2"):
-        load_model(tmp_path)
+    refused("neither; expected a run of jspeed or a GPT-2", load_model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(BadInput, match=r"model\.safetensors but pytorch_model\.bin"):
-        export.load(tmp_path)
+    refused(r"model\.safetensors but pytorch_model\.bin", export.load, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["stdlib", "r21", "microgpt-names", "llmc", "gpt2"])
@@ -485,8 +459,7 @@ def test_own_recipes_come_back(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert gpt2.is_gpt2(recipe) == (name == "gpt2")
     other = find("track3", TOYS["track3"]).recipe
-    with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
-        read_parameters(tmp_path, other)
+    refused("(lacks|holds) .* recipe track3", read_parameters, tmp_path, other)
 
 
 def test_a_run_says_where_it_departs_from_its_parameters(tmp_path):
@@ -548,13 +521,11 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(BadInput, match=r"model\.safetensors (is damaged|cannot be read)"):
-            export.load(path)
+        refused(r"model\.safetensors (is damaged|cannot be read)", export.load, path)
     damaged = bytearray(whole)
     damaged[start + 500 : start + 600] = rng.bytes(100)
     path.write_bytes(damaged)
-    with pytest.raises(BadInput, match=r"model\.safetensors is damaged .its SHA-256 differs"):
-        export.load(path)
+    refused(r"model\.safetensors is damaged .its SHA-256 differs", export.load, path)
     safetensors.numpy.save_file({"a": tensors["a"]}, path, {"format": "jspeed"})
     np.testing.assert_array_equal(export.load(path)[0]["a"], tensors["a"])
 
@@ -588,14 +559,7 @@ def test_a_large_table_is_read_from_the_checkpoint(tmp_path, monkeypatch):
     )
     tensors, about = export.load(tmp_path)
     assert "ngrams" not in tensors and (about["left_out"], about["step"]) == ("ngrams", "4")
-    with pytest.raises(
-        BadInput,
-        match=(
-            "lacks ngrams, too large for it, of recipe r92; give a checkpoint of its run, which"
-            " has it"
-        ),
-    ):
-        load_model(tmp_path)
+    refused("lacks ngrams, .* recipe r92; give a checkpoint", load_model, tmp_path)
     with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
         for step in (4, 8):
             checkpoints.save(step, state, {})

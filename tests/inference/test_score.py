@@ -24,6 +24,7 @@ from jspeed.run.compute.program import eval_context
 from jspeed.run.find_recipe import find
 
 from ..data.on_disk import shard_bytes
+from ..refusals import refused
 from ..toys import TOYS, first_parameters
 
 BYTES = tokenizers.bytes_tokenizer()
@@ -144,10 +145,7 @@ def test_what_is_longer_than_the_context_is_cut_from_the_left(monkeypatch):
     [
         ("", "holds no items"),
         ("{}\n", "line 1 of .* is no HellaSwag item"),
-        (
-            json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n',
-            "line 2 of .* four endings",
-        ),
+        (json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n', "line 2 .* four"),
         ("nonsense", "line 1 of"),
         *(
             (json.dumps(ITEMS[0] | wrong) + "\n", "line 1 of")
@@ -162,12 +160,9 @@ def test_what_is_longer_than_the_context_is_cut_from_the_left(monkeypatch):
 )
 def test_bad_items(tmp_path, text, words):
     (tmp_path / "h.jsonl").write_text(text)
-    with pytest.raises(BadInput, match=words):
-        score.read_hellaswag(tmp_path / "h.jsonl")
-    with pytest.raises(BadInput, match="cannot be read"):
-        score.read_hellaswag(tmp_path / "none.jsonl")
-    with pytest.raises(BadInput, match="not a regular file"):
-        score.read_hellaswag(Path("/dev/zero"))
+    refused(words, score.read_hellaswag, tmp_path / "h.jsonl")
+    refused("cannot be read", score.read_hellaswag, tmp_path / "none.jsonl")
+    refused("not a regular file", score.read_hellaswag, Path("/dev/zero"))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEMS[0] | {"label": "2"}))
     assert score.read_hellaswag(tmp_path / "h.jsonl")[0].label == 2
 
@@ -196,14 +191,12 @@ def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
         assert found.loss == pytest.approx(math.log(272), abs=1e-5)
         assert found.tokens == found.bytes == count // 16 * 16
         assert found.bits_per_byte == pytest.approx(math.log2(272), abs=1e-5)
-    with pytest.raises(BadInput, match="--tokens 8: .* rows of 16"):
-        score.validate(model(), tmp_path, 8)
+    refused("--tokens 8: .* rows of 16", score.validate, model(), tmp_path, 8)
     record = {"name": "t_val_000000.bin", "split": "val", "bytes": 5024, "sha256": "0" * 64}
     facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256, "source": {}}
     manifest = manifest_of([record | {"tokens": 2000, "documents": 0}], facts)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(BadInput, match="holds tokens of gpt2 but the model reads bytes"):
-        score.validate(model(), tmp_path)
+    refused("holds tokens of gpt2 but the model reads bytes", score.validate, model(), tmp_path)
 
 
 @pytest.mark.parametrize(("sets", "most"), [((), 257), (("VOCAB=200", "BOS=5"), 200)])
@@ -229,8 +222,7 @@ def test_ids_unknown_to_model_or_tokenizer_are_refused(tmp_path, sets, most):
 def test_tokens_that_stand_for_no_text_are_no_figure(tmp_path):
     """There were nan bits a byte, with exit code 0."""
     (tmp_path / "t_val_000000.bin").write_bytes(shard_bytes([256] * 200))
-    with pytest.raises(BadInput, match="the first 160 validation tokens are of no text"):
-        score.validate(model(), tmp_path, 160)
+    refused("the first 160 validation tokens", score.validate, model(), tmp_path, 160)
 
 
 def test_scores_that_are_not_numbers_are_refused(monkeypatch):
@@ -238,5 +230,5 @@ def test_scores_that_are_not_numbers_are_refused(monkeypatch):
     monkeypatch.setattr(
         score, "token_losses", lambda _: lambda rows: np.full(rows[:, 1:].shape, np.nan)
     )
-    with pytest.raises(BadInput, match="model stdlib gives losses that are not numbers"):
+    with pytest.raises(BadInput, match="model stdlib .* not numbers"):
         chosen(model(), score.Item("z", ("a", "b", "c", "d"), 0))

@@ -29,6 +29,7 @@ from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
+from ..refusals import refused
 from ..toys import TOYS
 
 SETS = (*"WIDTH=32 LAYERS=2 HEADS=2 MLP_WIDTH=64 LANES=8 EVAL_EVERY=5 STEPS=10".split(),)
@@ -130,8 +131,7 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, exported.tensors(), kept)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
         assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
-    with pytest.raises(BadInput, match="not empty"):
-        export(run.run_dir, tmp_path / "out")
+    refused("not empty", export, run.run_dir, tmp_path / "out")
     with monkeypatch.context() as within:
         within.chdir(run.run_dir / "checkpoints")
         jax.tree.map(np.testing.assert_array_equal, load_model(Path("10")).tensors(), kept)
@@ -140,8 +140,7 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
     shutil.copytree(run.run_dir, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
-    with pytest.raises(BadInput, match=r"checkpoints/8 is damaged \(sha256.json: it is missing"):
-        load_model(tmp_path / "run" / "checkpoints" / "8")
+    refused(r"checkpoints/8 .*sha256.json", load_model, tmp_path / "run" / "checkpoints" / "8")
 
 
 def test_a_model_keeps_the_hash_of_its_first_parameters(run, tmp_path, capsys):
@@ -200,10 +199,8 @@ def test_sample_script(run, capsys, tmp_path):
         ({"prompt": "a", "prompt_file": tmp_path}, "both --prompt and --prompt-file"),
         ({"prompt_file": tmp_path / "none"}, "cannot be read"),
     ):
-        with pytest.raises(BadInput, match=words):
-            sample_.sample(run.run_dir, **arguments)
-    with pytest.raises(BadInput, match="neither model.safetensors nor a|has no config.json"):
-        sample_.sample(tmp_path)
+        refused(words, sample_.sample, run.run_dir, **arguments)
+    refused("neither model.safetensors nor a|has no config.json", sample_.sample, tmp_path)
 
 
 def test_evaluate_script(run, capsys, tmp_path):
@@ -270,8 +267,7 @@ def test_only_what_computes_a_gpt2_is_exported_as_one(tmp_path):
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "gpt2-out")[0]
     kept, back = load(tmp_path / "gpt2")[0], load_model(tmp_path / "gpt2-out").tensors()
     jax.tree.map(np.testing.assert_array_equal, back, kept)
-    with pytest.raises(BadInput, match="recipe mine .* computes something else .* --own"):
-        export(tmp_path / "mine", tmp_path / "out", trust=True)
+    refused("recipe mine .* --own", export, tmp_path / "mine", tmp_path / "out", trust=True)
     assert not (tmp_path / "out").exists()
 
 
@@ -286,8 +282,7 @@ def write_export(folder, found):
 def test_a_model_without_room_for_the_ids_of_its_text_is_refused(tmp_path):
     """It was evaluated as nan, or wrote the text of other ids."""
     write_export(tmp_path, find("gpt2", [*TOYS["gpt2"], "VOCAB=200"]))
-    with pytest.raises(BadInput, match="makes 257 ids .* the model has room for 200"):
-        load_model(tmp_path)
+    refused("makes 257 ids .* the model has room for 200", load_model, tmp_path)
 
 
 GPT2 = dict(model_type="gpt2", n_layer=2, n_head=2, n_embd=8, vocab_size=9, n_positions=4)
@@ -314,9 +309,7 @@ OWN = {
 )
 def test_a_config_is_checked_when_it_is_read(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=f"^{tmp_path}/config.json.*{words}") as caught:
-        load_model(tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(f"^{tmp_path}/config.json.*{words}", load_model, tmp_path)
 
 
 def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
@@ -324,12 +317,10 @@ def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_config(tmp_path) == config
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(BadInput, match="config.json is not JSON text"):
-        read_config(tmp_path)
+    refused("config.json is not JSON text", read_config, tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(BadInput, match="not a regular file"):
-        read_config(tmp_path)
+    refused("not a regular file", read_config, tmp_path)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -344,11 +335,9 @@ def test_weights_that_are_not_numbers_are_refused(run, monkeypatch, value):
         return arrays
 
     monkeypatch.setattr(trained, "read_parameters", damaged)
-    with pytest.raises(BadInput, match=r"1 of its parameters .* not finite, the first is up"):
-        load_model(run.run_dir)
+    refused(r"1 of its parameters .* not finite, the first is up", load_model, run.run_dir)
 
 
 def test_a_loss_that_is_no_number_is_refused(run, monkeypatch):
     monkeypatch.setattr(score.evaluate, "validation_loss", lambda *_: float("nan"))
-    with pytest.raises(BadInput, match="loss of microgpt-names on .* is nan"):
-        score.validate(load_model(run.run_dir), run.data)
+    refused("loss of microgpt-names on .*nan", score.validate, load_model(run.run_dir), run.data)

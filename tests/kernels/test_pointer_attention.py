@@ -87,8 +87,7 @@ BORDERS = [], [0, 1, 2, 42], [14, 21], [15, 16, 17, 32]
 
 
 @pytest.mark.parametrize(
-    "window",
-    [7, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 16, 100))],
+    "window", [7, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 16, 100))]
 )
 def test_agrees_with_float64(small_blocks, window):
     """Windows shorter and longer than documents and lanes; queries that see no key; targets that

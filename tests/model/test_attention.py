@@ -18,6 +18,7 @@ from jspeed.model import attention as module
 from jspeed.model.attention import Documents, attention, find_documents, tags
 from jspeed.model.layers import rms_norm
 
+from ..refusals import refused
 from . import dense
 
 BOS = 7
@@ -391,10 +392,8 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
     np.testing.assert_array_equal(
         np.isnan(call(scale=0.3, documents=overflown)).any(axis=(1, 2, 3)), [True, False]
     )
-    with pytest.raises(BadInput, match="by 0.992 at scale 0.002; 30 are needed"):
-        call(scale=0.002, documents=documents)
-    with pytest.raises(BadInput, match="3 channels tell 8 documents apart, found 9 slots"):
-        tags(documents, 3)
+    refused("by 0.992 at scale 0.002; 30 are needed", call, scale=0.002, documents=documents)
+    refused("3 channels tell 8 documents apart, found 9 slots", tags, documents, 3)
 
 
 @pytest.mark.parametrize(
@@ -436,8 +435,7 @@ def test_refuses(change, words):
             backend=given["backend"],
         )
 
-    with pytest.raises(BadInput, match=words):
-        jax.eval_shape(call, x, tokens)
+    refused(words, jax.eval_shape, call, x, tokens)
 
 
 def test_refuses_what_the_library_refuses(monkeypatch):
@@ -448,7 +446,5 @@ def test_refuses_what_the_library_refuses(monkeypatch):
         attention(x, x, x, scale=1.0, documents=documents, backend="cudnn")
     monkeypatch.undo()
     if fused.cuda_versions is None:
-        with pytest.raises(BadInput, match="finds no cuDNN"):
-            attention(x, x, x, scale=1.0, documents=documents, backend="cudnn")
-    with pytest.raises(BadInput, match="max_docs=0"):
-        find_documents(jnp.zeros((1, 4), jnp.int32), BOS, 0)
+        refused("no cuDNN", attention, x, x, x, scale=1.0, documents=documents, backend="cudnn")
+    refused("max_docs=0", find_documents, jnp.zeros((1, 4), jnp.int32), BOS, 0)

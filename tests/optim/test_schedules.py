@@ -4,10 +4,11 @@ from itertools import accumulate
 
 import pytest
 
-from jspeed.errors import BadInput
 from jspeed.optim.schedules import shortened
 from jspeed.recipes import jspeed3
 from jspeed.run.find_recipe import find
+
+from ..refusals import refused
 
 
 def test_a_shorter_run_keeps_steps_between_their_borders():
@@ -21,8 +22,7 @@ def test_a_shorter_run_keeps_steps_between_their_borders():
     )
     shorter, moved = shortened(0.7, (10, 10, 30), ({10: 1.0, 20: 0.0}, 50), 4)
     assert shorter == (8, 8, 20) and moved == ({8: 1.0, 16: 0.0}, 36), "borders are multiples of 4"
-    with pytest.raises(BadInput, match=r"0.1 as long leaves \(0, 4, 0\) steps"):
-        shortened(0.1, (8, 24, 8), (), 4)
+    refused(r"0.1 as long leaves \(0, 4, 0\) steps", shortened, 0.1, (8, 24, 8), (), 4)
 
 
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow)])

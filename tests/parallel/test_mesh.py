@@ -3,11 +3,12 @@
 import jax
 import pytest
 
-from jspeed.errors import BadInput
 from jspeed.parallel import mesh as meshes
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, parse_mesh
 from jspeed.run.find_recipe import find
+
+from ..refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -23,16 +24,13 @@ def test_several_processes_need_data_as_the_first_axis(text, better, monkeypatch
     elsewhere."""
     assert make_mesh(parse_mesh(text)).size == 8  # one process has all rows
     monkeypatch.setattr(meshes.processes, "count", lambda: 2)
-    with pytest.raises(BadInput, match=f"--mesh {text}: .* must be 'data'; .* {better}"):
-        make_mesh(parse_mesh(text))
+    refused(f"--mesh {text}: .* must be 'data'; .* {better}", make_mesh, parse_mesh(text))
     assert make_mesh(parse_mesh(better)).size == 8
 
 
 def test_a_size_that_is_left_open_is_quoted_as_it_was_given():
-    with pytest.raises(BadInput, match="--mesh data=-1,model=2 .* of 2 devices but JAX has 1 "):
-        make_mesh(parse_mesh("data=-1,model=2"), jax.devices()[:1])
-    with pytest.raises(BadInput, match="asks for 999999999 devices"):
-        parse_mesh("data=-1,model=999999999")
+    refused("--mesh data=-1,model=2 ", make_mesh, parse_mesh("data=-1,model=2"), jax.devices()[:1])
+    refused("asks for 999999999 devices", parse_mesh, "data=-1,model=999999999")
 
 
 def test_tensor_parallel_splits_matrices_however_small():

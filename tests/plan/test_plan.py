@@ -36,6 +36,7 @@ from jspeed.run.compute.device import Device
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
+from ..refusals import refused
 from ..toys import TOYS
 
 SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
@@ -222,15 +223,11 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
 
     monkeypatch.setattr(compiler, "compiled", refuses)
     monkeypatch.setattr(division, "bytes_freed_by_chunks", lambda *_: 0)
-    fits, refused = search(FOUND, [placement_here(at_once=1024)])
+    fits, large = search(FOUND, [placement_here(at_once=1024)])
     assert fits == next(row for row in rows if row["fits"])
-    assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (
-        False,
-        12 * 10**9,
-        None,
-    )
+    assert (large["fits"], large["peak_bytes"], large["predicted_ms"]) == (False, 12 * 10**9, None)
     console = Console(file=io.StringIO(), width=140)
-    terminal.print_table(console, tables.searched({"search": [fits, refused]}))
+    terminal.print_table(console, tables.searched({"search": [fits, large]}))
     assert "12.00 GB" in console.file.getvalue()
 
 
@@ -264,8 +261,7 @@ def test_tables_and_comparison(plan, rows):
 
 
 def test_lanes_that_do_not_divide_are_one_error_message():
-    with pytest.raises(BadInput, match="--set LANES=64"):
-        placement_here(replace(FOUND.recipe, lanes=60))
+    refused("--set LANES=64", placement_here, replace(FOUND.recipe, lanes=60))
 
 
 @pytest.fixture

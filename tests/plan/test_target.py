@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jspeed.errors import BadInput
 from jspeed.plan import target
+
+from ..refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,7 @@ def test_tpus(name: str):
     assert set(facts.sources) == set(facts._fields) - unsaid
     assert set(facts.peak_flops) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):
-        with pytest.raises(BadInput, match=f"--target {text}: .* {name}x1, .* {name}x8"):
-            target.parse_target(text)
+        refused(f"--target {text}: .* {name}x1, .* {name}x8", target.parse_target, text)
 
 
 def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
@@ -116,8 +116,7 @@ def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
         r"install .* with pip install 'jax\[tpu\]==0.1[0-2].*'",
         str(target.missing(target.load_target("v5e"))),
     )
-    with pytest.raises(BadInput, match="libtpu is not installed here"):
-        target.target_mesh(target.load_target("v5e"))
+    refused("libtpu is not installed here", target.target_mesh, target.load_target("v5e"))
 
 
 BAD = ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"]
@@ -135,13 +134,11 @@ BAD += ["h100x²", "h100x" + "9" * 5000, "h100x8x9999999", "h100x80000000"]
     ids=lambda text: text[:20],
 )
 def test_bad_clusters_are_one_error_message(text: str, words: str):
-    with pytest.raises(BadInput, match=words):
-        target.parse_target(text)
+    refused(words, target.parse_target, text)
 
 
 def test_unknown_target_is_one_error_message():
-    with pytest.raises(BadInput, match="did you mean 'h100'.*: a100, a100-40, b200, h100"):
-        target.load_target("h10")
+    refused("did you mean 'h100'.*: a100, a100-40, b200, h100", target.load_target, "h10")
 
 
 def test_pretend_answers_for_the_target_and_takes_it_back():
@@ -168,5 +165,4 @@ def test_pretend_answers_for_the_target_and_takes_it_back():
 def test_without_plugin_the_reason_is_one_error_message(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(target, "PLUGINS", ("jax_plugins.none", "no_such_package.at_all"))
     assert re.search(r"pip install 'jspeed\[aot\]' or make test-aot.*223 MB", str(target.missing()))
-    with pytest.raises(BadInput, match="no CUDA plugin"):
-        target.target_mesh(target.load_target("h100"))
+    refused("no CUDA plugin", target.target_mesh, target.load_target("h100"))

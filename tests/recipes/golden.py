@@ -35,9 +35,8 @@ STEPS = 3
 
 def small(name: str, **fields: Any) -> Recipe:
     """The recipe with every layer, at the size of the golden numbers."""
-    return find(
-        name, [f"{field}={value!r}" for field, value in (SMALL[name] | fields).items()], trace=False
-    ).recipe
+    sets = [f"{field}={value!r}" for field, value in (SMALL[name] | fields).items()]
+    return find(name, sets, trace=False).recipe
 
 
 def fill(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
@@ -72,9 +71,8 @@ def summary(losses: Any, gradients: Any, params: list[Any]) -> dict[str, Any]:
     before every step."""
 
     def norms(tree: Any) -> dict[str, float]:
-        return {
-            key: float(np.linalg.norm(np.asarray(a, np.float64))) for key, a in sorted(tree.items())
-        }
+        norm = lambda array: float(np.linalg.norm(np.asarray(array, np.float64)))
+        return {key: norm(array) for key, array in sorted(tree.items())}
 
     def moved(after: Any) -> dict[str, float]:
         return norms({key: np.float64(after[key]) - params[0][key] for key in after})
@@ -99,9 +97,8 @@ def measure(name: str) -> dict[str, Any]:
 
     @jax.jit
     def gradients(params: Any) -> Any:
-        return jax.grad(
-            lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx), has_aux=True
-        )(params)
+        loss = lambda p: recipe.loss(p, tokens[:, :-1], tokens[:, 1:], weights, ctx)
+        return jax.grad(loss, has_aux=True)(params)
 
     @jax.jit
     def step(params: Any, state: Any, grads: Any) -> Any:

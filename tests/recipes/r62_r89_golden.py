@@ -12,6 +12,8 @@ import optax
 from jspeed.recipe import Context, Recipe, leaves
 from jspeed.run.find_recipe import find
 
+from . import golden
+
 HEADS = 6
 
 
@@ -47,18 +49,14 @@ class Size:
         cut = self.documents if name == "r89" else (self.documents[1],) * 2
         fields: dict[str, Any] = {"VOCAB": self.vocab, "BOS": self.bos, "WIDTH": self.width}
         fields |= {"MLP_WIDTH": 4 * self.width, "BIGRAMS": self.bigrams, "BLOCK": self.block}
-        fields |= dict(
-            STEPS=(a, b - a, steps - b, self.extra), LANE_LENS=self.lanes, MAX_DOCS=(64,) * 4
-        )
+        fields |= {"STEPS": (a, b - a, steps - b, self.extra), "LANE_LENS": self.lanes}
+        fields["MAX_DOCS"] = (64,) * 4
         fields |= {"MAX_DOC_LENS": (cut[0], *(cut[1],) * 3), "LAST_TIED": last}
-        fields |= {
-            "SHARES": ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0}),
-            "COOLDOWN": {fall: 0.0, steps: 1.0},
-        }
+        fields["SHARES"] = ({0: 1.0}, {a: 0.5, b: 0.0}, {0: 0.25, a: 0.0})
+        fields["COOLDOWN"] = {fall: 0.0, steps: 1.0}
         fields |= {"MOMENTUM": {0: 0.85, self.warmup: 0.95, whole - self.end: 0.95, whole: 0.85}}
-        fields |= dict(
-            EVAL_LEN=self.eval_len, EVAL_TOKENS=8 * self.eval_len, COMPUTE="float32", FP8="off"
-        )
+        fields |= {"EVAL_LEN": self.eval_len, "EVAL_TOKENS": 8 * self.eval_len}
+        fields |= {"COMPUTE": "float32", "FP8": "off"}
         if name == "r89":
             fields |= {"PREFIX_SHARE": {a: 0.25, b: 0.0}, "DC_WINDOW": self.composed}
         return [f"{field}={value}" for field, value in fields.items()]
@@ -71,14 +69,7 @@ FULL = {
 
 # Of the golden numbers.
 SMALL = Size(
-    vocab=384,
-    bos=300,
-    head=8,
-    block=3,
-    composed=5,
-    lanes=(48,) * 4,
-    documents=(48, 48),
-    eval_len=64,
+    384, 300, head=8, block=3, composed=5, lanes=(48,) * 4, documents=(48, 48), eval_len=64
 )
 ROWS = 2
 STEPS = 3
@@ -112,9 +103,8 @@ def filled(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
     for name, spec in leaves(recipe.parameters):
         # its numbers never change
         rng = np.random.RandomState([seed, crc32((spec.twin or name).encode())])
-        mean, spread = VALUES.get(
-            name, (0.0, spec.shape[-2] ** -0.5 if "matrix" in spec.axes else SPREAD)
-        )
+        usual = 0.0, spec.shape[-2] ** -0.5 if "matrix" in spec.axes else SPREAD
+        mean, spread = VALUES.get(name, usual)
         value = np.asarray(mean + spread * rng.standard_normal(spec.shape), np.float32)
         if spec.padding:
             value[-spec.padding :] = 0
@@ -141,9 +131,8 @@ def draw_prefixes() -> np.ndarray:
 def tied(grads: dict[str, Any]) -> dict[str, Any]:
     """While embedding and head are one table only the sum of their gradients is known; maxima for
     FP8 have none."""
-    rest = {
-        name: value for name, value in grads.items() if name not in ("embed", "head", "largest")
-    }
+    apart = "embed", "head", "largest"
+    rest = {name: value for name, value in grads.items() if name not in apart}
     return rest | {"words": grads["embed"] + grads["head"]}
 
 
@@ -151,29 +140,12 @@ def summary(
     losses: Any, total: float, grads: dict[str, Any], params: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The golden numbers: of losses ``[B, T]`` and gradients of step 0, and of parameters before
-    every step."""
-
-    def norms(tree: dict[str, Any]) -> dict[str, float]:
-        return {
-            name: float(np.linalg.norm(np.asarray(a, np.float64)))
-            for name, a in sorted(tree.items())
-        }
-
-    def moved(after: dict[str, Any]) -> dict[str, float]:
-        changed = {
-            name: np.float64(after[name]) - params[0][name] for name in after if name != "largest"
-        }
-        return {name: norm for name, norm in norms(changed).items() if norm}
-
-    losses = np.asarray(losses, np.float64)
-    return {
-        "losses": [float(loss) for loss in losses[0, [0, 1, 23, 47]]],
-        "mean": float(losses.mean()),
-        "sum over a lane, all targets": float(total),
-        "gradients": norms(tied(grads)),
-        "first update": moved(params[1]),
-        "three updates": moved(params[STEPS]),
-    }
+    every step. What a step does not move is left out."""
+    kept = [{name: a for name, a in tree.items() if name != "largest"} for tree in params]
+    found = golden.summary(losses, tied(grads), kept)
+    for update in ("first update", "three updates"):
+        found[update] = {name: norm for name, norm in found[update].items() if norm}
+    return found | {"sum over a lane, all targets": float(total)}
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -207,11 +179,9 @@ def measure(name: str) -> dict[str, Any]:
         first = first or (losses, total, grads)
         due = step % 2 == 1
         # only what is slow is due, NorMuon is not
-        given = jax.tree.map(jnp.add, grads, before) if due else grads
-        given = {
-            key: given[key] if spec.every > 1 else grads[key]
-            for key, spec in recipe.parameters.items()
-        }
+        sums = jax.tree.map(jnp.add, grads, before) if due else grads
+        specs = recipe.parameters.items()
+        given = {key: (sums if spec.every > 1 else grads)[key] for key, spec in specs}
         before = grads
         after, state = jitted(params[-1], state, given, due=due)
         params.append(jax.tree.map(np.asarray, after))

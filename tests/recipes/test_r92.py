@@ -76,12 +76,10 @@ def test_stages():
     assert list(ends) == [320, 336, 681, 965, 1107, 1174, 1194]
     assert (found.steps, found.tokens, found.period) == (1194, 328_663_040, 4)
     assert r92.LAST_TIED == 1174 | 1
-    for stage, long, short in zip(
-        found.stages, (3, 7, 7, 11, 11, 11, 13), (1, 3, 3, 5, 5, 5, 6), strict=True
-    ):
-        assert stage.windows == tuple(
-            1 + 128 * (long if layer in (3, 10) else short) for layer in range(11)
-        )
+    windows = (3, 7, 7, 11, 11, 11, 13), (1, 3, 3, 5, 5, 5, 6)
+    for stage, long, short in zip(found.stages, *windows, strict=True):
+        wanted = (1 + 128 * (long if layer in (3, 10) else short) for layer in range(11))
+        assert stage.windows == tuple(wanted)
     assert (found.eval_windows[10], found.eval_windows[9]) == (2561, 769)
     assert list(r92.UPDATES[:3]) == [1, 3, 5] and list(r92.UPDATES[166:170]) == [333, 335, 339, 343]
     assert all(stage.scored % 2048 == 0 for stage in found.stages[:5])
@@ -90,22 +88,18 @@ def test_stages():
 RATES = {0: 1, 233: 1, 234: 1, 319: 0.936702, 320: 1.408383, 336: 1.387617, 514: 1.156596}
 RATES |= {680: 0.941149, 681: 1.049989, 896: 0.722915, 965: 0.617947, 1106: 0.403447}
 RATES |= {1107: 0.391182, 1173: 0.301361, 1174: 0.3, 1193: 0.3}
+MOMENTUM = {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516}
+PREFIXES = {0: 0.25, 319: 0.25, 320: 0.2, 411: 0.15, 501: 0.1, 591: 0.05, 680: 0.05, 681: 0}
 
 
 @pytest.mark.parametrize(
     ("schedule", "points"),
     [
         (r92.rate, RATES),
-        (
-            through(r92.MOMENTUM),
-            {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516},
-        ),
+        (through(r92.MOMENTUM), MOMENTUM),
         (through(r92.SHARES[1]), {160: 0.5, 319: 0.5, 500: 0.25069, 680: 0.00139}),
         (through(r92.SHARES[2]), {160: 0.125, 319: 0.00078}),
-        (
-            jumps(r92.PREFIX_SHARE),
-            {0: 0.25, 319: 0.25, 320: 0.2, 411: 0.15, 501: 0.1, 591: 0.05, 680: 0.05, 681: 0},
-        ),
+        (jumps(r92.PREFIX_SHARE), PREFIXES),
         (r92.of_pairs(lambda pairs: 0.95**pairs), {0: 0.95, 167: 0.95, 168: 0.9025, 381: 0.9025}),
         (r92.of_tables, {0: 0.56, 168: 0.56 * 1.383721}),
     ],
@@ -117,17 +111,11 @@ def test_schedules(schedule, points):
 
 
 def test_scales_of_attention():
+    narrow = 0.13, 0.15856, 0.15856, 0.17476, 0.17476, 0.17476, 0.18114
+    wide = 0.085, 0.09940, 0.09940, 0.10839, 0.10839, 0.10839, 0.11201
     for start, windows, ends in (
-        (
-            r92.NARROW_SCALE,
-            r92.SHORT_WINDOWS,
-            (0.13, 0.15856, 0.15856, 0.17476, 0.17476, 0.17476, 0.18114),
-        ),
-        (
-            r92.WIDE_SCALE,
-            r92.LONG_WINDOWS,
-            (0.085, 0.09940, 0.09940, 0.10839, 0.10839, 0.10839, 0.11201),
-        ),
+        (r92.NARROW_SCALE, r92.SHORT_WINDOWS, narrow),
+        (r92.WIDE_SCALE, r92.LONG_WINDOWS, wide),
     ):
         for stage, end in enumerate(ends):
             chain = [128 * n for n in windows[: stage + 1]]
@@ -141,31 +129,23 @@ def test_hashes_of_the_record():
     np.testing.assert_array_equal(bigram_rows(tokens, half)[0], expected)
     expected = [84602879, 84602879, 77435831, 71736975, 78693949, 67888422]
     np.testing.assert_array_equal(half + trigram_rows(tokens, half)[0], expected)
-    np.testing.assert_array_equal(
-        sign_rows(tokens, r92.SIGNS[0])[0], [0, 3392, 241, 5431, 5317, 6654]
-    )
-    np.testing.assert_array_equal(
-        sign_rows(tokens, r92.SIGNS[1])[0], [0, 0, 7077, 1047, 6158, 3556]
-    )
+    signs = [0, 3392, 241, 5431, 5317, 6654], [0, 0, 7077, 1047, 6158, 3556]
+    for which, expected in zip(r92.SIGNS, signs, strict=True):
+        np.testing.assert_array_equal(sign_rows(tokens, which)[0], expected)
 
 
 def test_averages_of_the_record():
     """First and last step, how many, and how old on average what they hold is (docs of the record,
     section 5)."""
-    facts = [
-        (896, 1193, 150, 128.7),
-        (945, 1193, 63, 48.6),
-        (947, 1191, 62, None),
-        (897, 1193, 76, 122.9),
-    ]
+    facts = [(896, 1193, 150, 128.7), (945, 1193, 63, 48.6), (947, 1191, 62, None)]
+    facts += [(897, 1193, 76, 122.9)]
     for average, (first, last, count, age) in zip(r92.averages(), facts, strict=True):
         ticks = np.flatnonzero(average.rates)
         assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count)
         assert average.rates[first] == 1
         if age:
-            left = average.rates[ticks] * np.append(
-                np.cumprod(1 - average.rates[ticks][:0:-1])[::-1], 1
-            )
+            rates = average.rates[ticks]
+            left = rates * np.append(np.cumprod(1 - rates[:0:-1])[::-1], 1)
             assert np.sum(left) == pytest.approx(1)
             assert np.sum(left * (1193 - ticks)) == pytest.approx(age, abs=0.05)
 
@@ -181,20 +161,16 @@ def test_gates_and_mixtures_at_the_start():
     starts = [0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1]
     np.testing.assert_allclose(coefficients(x, params, "mudd", 0, 0.1)[0, 0], starts, rtol=1e-6)
     grouped = np.asarray(grouped_coefficients(x, params, "mudd", 1, 0.1)[0, 0])
-    np.testing.assert_allclose(
-        grouped, np.tile(np.array([0, -0.5] + [0] * 8)[:, None], 12), rtol=1e-6
-    )
+    expected = np.tile(np.array([0, -0.5] + [0] * 8)[:, None], 12)
+    np.testing.assert_allclose(grouped, expected, rtol=1e-6)
     assert set(named(jnp.zeros((1, 1, 13)), r92.GATES[1])) == set(r92.GATES[1])
 
 
 def test_a_mixture_of_groups_is_one_for_each_group_of_channels():
     rng = np.random.default_rng(0)
-    c, x, y = (
-        rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 4), (2, 3, 12), (2, 3, 12))
-    )
-    np.testing.assert_allclose(
-        blend((1, x), (jnp.asarray(c), y)), x + np.repeat(c, 3, axis=-1) * y, rtol=1e-6
-    )
+    c, x, y = (rng.normal(size=(2, 3, width)).astype(np.float32) for width in (4, 12, 12))
+    expected = x + np.repeat(c, 3, axis=-1) * y
+    np.testing.assert_allclose(blend((1, x), (jnp.asarray(c), y)), expected, rtol=1e-6)
 
 
 def test_candidates_are_targets_and_the_next_of_a_permutation():
@@ -222,12 +198,11 @@ def test_segments_cut_documents_for_attention_alone():
 def test_narrow_queries_and_keys(backend, monkeypatch):
     """Against a plain softmax in float64; kernels get zeros at their end, and outputs as wide as
     values."""
-    monkeypatch.setattr(
-        "jspeed.kernels.attention_backends.splash",
-        lambda q, k, v, *, scale, ids_BT, window: attention(
-            q, k, v, scale=scale, documents=documents, window=window
-        ),
-    )
+
+    def splash(q, k, v, *, scale, ids_BT, window):
+        return attention(q, k, v, scale=scale, documents=documents, window=window)
+
+    monkeypatch.setattr(attention_backends, "splash", splash)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 9, 2, width)).astype(np.float32) for width in (4, 4, 8))
     documents = find_documents(jnp.array([[5, 1, 1, 1, 5, 1, 1, 1, 1]]), 5)
@@ -305,38 +280,28 @@ def test_own_kernels_around_attention_change_no_gradient(monkeypatch):
 
     def stand_in(q, k, v, *, scale, offsets_BO, window, longest=None):
         called.append("masked" if offsets_BO is not None else "tagged")
-        documents = (
-            None
-            if offsets_BO is None
-            else Documents(attention_backends.token_bounds(offsets_BO, q.shape[1])[0])
-        )
+        documents = None
+        if offsets_BO is not None:
+            documents = Documents(attention_backends.token_bounds(offsets_BO, q.shape[1])[0])
         return attention(q, k, v, scale=scale, documents=documents, window=window)
 
     monkeypatch.setattr(attention_backends, "cudnn", stand_in)
     sizes_ = "WIDTH=256 HEADS=2 MLP_WIDTH=256 GATE_WIDTH=12 COMPUTE=bfloat16 FP8=off".split()
+    sizes_ += ["LANE_LENS=(16,32)"]
     found = []
     for way in ("off", "on"):
-        recipe = find(
-            "r92", [*TOYS["r92"], *sizes_, "LANE_LENS=(16,32)", f"OWN_KERNELS={way}"]
-        ).recipe
+        recipe = find("r92", [*TOYS["r92"], *sizes_, f"OWN_KERNELS={way}"]).recipe
         draw = np.random.default_rng(0)
         params = first_parameters(recipe)
         banks = "queries_keys", "values_outs", "mlp"
         params |= {name: 0.1 * draw.normal(size=params[name].shape) for name in banks}
-        params = {
-            path: np.asarray(params[path]).astype(spec.compute or np.float32)
-            for path, spec in recipe.parameters.items()
-        }
-        tokens = (
-            jax.random.randint(jax.random.key(1), (1, 33), 6, 257)
-            .at[:, ::11]
-            .set(recipe.data.bos_id)
-        )
+        for path, spec in recipe.parameters.items():
+            params[path] = np.asarray(params[path]).astype(spec.compute or np.float32)
+        tokens = jax.random.randint(jax.random.key(1), (1, 33), 6, 257)
+        tokens = tokens.at[:, ::11].set(recipe.data.bos_id)
         arrays = tokens[:, :-1], tokens[:, 1:], jnp.full((1, 32), 1 / 32)
-        ctx = r.Context(
-            recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native"
-        )
-        ctx = dataclasses.replace(ctx, kernels=kernels)
+        how = dict(step=jnp.int32(5), attention="cudnn", fp8="native", kernels=kernels)
+        ctx = r.Context(recipe.stages[1], training=True, **how)
         loss = functools.partial(recipe.loss, ctx=ctx)
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *arrays))
         if way == "off":

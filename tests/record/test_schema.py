@@ -12,6 +12,7 @@ from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import check, content_hash, parse_run, read_run, write_run
 from jspeed.record.schema import Run, count_parameters
 
+from ..refusals import refused
 from .synthetic_runs import as_run
 
 RUN = as_run(60.5) | {
@@ -70,9 +71,7 @@ def changed(place: str, value: object) -> dict:
 
 
 def message(run: object) -> str:
-    with pytest.raises(BadInput) as caught:
-        check(run)
-    return str(caught.value)
+    return refused("", check, run)
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -84,11 +83,8 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_another_schema_is_neither_read_nor_written(tmp_path: Path) -> None:
     for schema in (1, 3):
-        assert message(RUN | {"schema": schema}).startswith(
-            "field 'schema': expected 2, the one that this jspeed reads"
-        )
-        with pytest.raises(BadInput, match="was not written: field 'schema'"):
-            write_run(tmp_path / "new", RUN | {"schema": schema})
+        assert message(RUN | {"schema": schema}).startswith("field 'schema': expected 2")
+        refused("written: field 'schema'", write_run, tmp_path / "new", RUN | {"schema": schema})
     assert not (tmp_path / "new").exists()
 
 
@@ -292,8 +288,7 @@ def test_nothing_is_written_when_the_run_is_wrong(tmp_path: Path) -> None:
         ("timed_seconds", math.nan, "timed_seconds"),
         ("fields.rate", 1j, "holds what JSON"),
     ):
-        with pytest.raises(BadInput, match=rf"run\.json was not written: .*{says}"):
-            write_run(tmp_path / "run", changed(place, value))
+        refused(rf"run\.json .*{says}", write_run, tmp_path / "run", changed(place, value))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,16 +313,13 @@ WHOLE = json.dumps(RUN)
 def test_a_bad_file_gives_an_error_message_that_names_it(tmp_path, content, says):
     path = tmp_path / "run.json"
     path.write_bytes(content)
-    with pytest.raises(BadInput) as caught:
-        read_run(path)
-    assert str(caught.value).startswith(str(path)) and says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused("", read_run, path)
+    assert said.startswith(str(path)) and says in said
 
 
 def test_a_missing_file_gives_an_error_message(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "run.json", tmp_path / "no" / "such"):
-        with pytest.raises(BadInput, match="cannot be read .*; give a run directory"):
-            read_run(path)
+        refused("cannot be read .*; give a run directory", read_run, path)
 
 
 def test_any_value_that_was_changed_is_noticed(tmp_path: Path) -> None:
@@ -348,5 +340,4 @@ def test_any_value_that_was_changed_is_noticed(tmp_path: Path) -> None:
 def test_seconds_too_large_to_add_are_a_message(tmp_path: Path) -> None:
     run = as_run()
     run["ledger"] += [{"name": "pause", "seconds": 1.7e308, "timed": False}] * 2
-    with pytest.raises(BadInput, match=r"field 'ledger\[5\]\.seconds': expected a finite"):
-        write_run(tmp_path, run)
+    refused(r"field 'ledger\[5\]\.seconds': expected a finite", write_run, tmp_path, run)

@@ -11,10 +11,10 @@ import pytest
 
 from jspeed._dataloader import Matches
 from jspeed.data import TokenLoader
-from jspeed.errors import BadInput
 from jspeed.retrieval import ContextIndex
 
 from ..data.on_disk import shards_of
+from ..refusals import refused
 
 BOS = 0
 
@@ -133,8 +133,7 @@ def test_steps_follow_each_other_and_see_no_later_one():
     index.push(0, rows)
     for wrong in (0, 2):
         for call in (index.push, index.query):
-            with pytest.raises(BadInput, match=f"step {wrong} should see .* holds 1 steps"):
-                call(wrong, rows)
+            refused(f"step {wrong} should see .* holds 1 steps", call, wrong, rows)
     assert index.query(1, rows).tokens[0, :, 0].tolist() == [2, 1, 2, 1]
 
 
@@ -142,8 +141,7 @@ def test_memory_is_stated_and_enforced():
     index = ContextIndex(6, lengths=[1, 2], bos_id=BOS, threads=1)
     assert index.nbytes == 6 * (4 + 2 * 8) + 2 * 16 * 8  # slots come in lines of eight
     index.push(0, np.ones((1, 4), np.uint16))
-    with pytest.raises(BadInput, match="the index holds 4 and has room for 6"):
-        index.push(1, np.ones((1, 3), np.uint16))
+    refused("the index holds 4 and has room for 6", index.push, 1, np.ones((1, 3), np.uint16))
     index.push(1, np.ones((1, 2), np.uint16))
     assert (index.num_tokens, index.steps) == (6, 2)
 
@@ -161,8 +159,7 @@ def test_memory_is_stated_and_enforced():
     ],
 )
 def test_arguments_are_checked(options, text):
-    with pytest.raises(BadInput, match=text):
-        ContextIndex(**{"capacity": 100} | options)
+    refused(text, ContextIndex, **{"capacity": 100} | options)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +177,7 @@ def test_arguments_are_checked(options, text):
 def test_rows_are_tokens(rows):
     index = ContextIndex(10, threads=1)
     for call in (index.push, index.query):
-        with pytest.raises(BadInput, match="rows should be an array"):
-            call(0, rows)
+        refused("rows should be an array", call, 0, rows)
     assert index.steps == 0
 
 

@@ -12,6 +12,7 @@ from jspeed.retrieval import ContextIndex, Matches, Retrieval, Retriever
 from jspeed.retrieval.rows import packed
 
 from ..data.on_disk import shards_of
+from ..refusals import refused
 from .test_context_index import BOS, text
 
 HOW = {"lengths": (1, 3), "recent": 9, "top": 2}
@@ -107,8 +108,7 @@ def test_it_resumes_with_the_tokens_of_the_steps_before():
 
 
 def test_a_run_without_room_for_its_index_ends_before_it_begins():
-    with pytest.raises(BadInput, match="lower its capacity"):
-        retriever(capacity=2**32 - 2)
+    refused("lower its capacity", retriever, capacity=2**32 - 2)
 
 
 def test_what_the_loader_refuses_is_raised_in_the_loop():

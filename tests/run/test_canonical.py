@@ -23,6 +23,7 @@ from jspeed.run.find_recipe import find
 from jspeed.run.hooks import Hooks
 from jspeed.run.options import Options
 
+from ..refusals import refused
 from ..toys import first_parameters
 
 RECIPE = '''
@@ -121,8 +122,7 @@ def test_only_gpt2_tokens_can_be_canonical(case, tmp_path):
         [tmp_path / "a.jsonl"], tmp_path / "bytes", tokenise.Tokenising("bytes", 0.3)
     )
     options = Options(recipe, data=data, run_dir=tmp_path / "run", progress=False)
-    with pytest.raises(BadInput, match="needs tokens of gpt2, and the data hold those of bytes"):
-        train.train(options)
+    refused("needs tokens of gpt2, and the data hold those of bytes", train.train, options)
     assert not (tmp_path / "run").exists()
 
 

@@ -18,6 +18,7 @@ from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..data.on_disk import shard_bytes
+from ..refusals import refused
 from ..toys import TOYS
 
 FULL = jax.errors.JaxRuntimeError(
@@ -83,8 +84,7 @@ def test_the_first_error_ends_the_other_jobs():
             raise BadInput("too large")
         told.append(stop.wait(timeout=60))
 
-    with pytest.raises(BadInput, match="too large"):
-        side_by_side.compile_all(one, range(24), GPU)
+    refused("too large", side_by_side.compile_all, one, range(24), GPU)
     # Each of two workers may have taken one more before the rest was cancelled.
     assert len(begun) <= 4 and all(told)
 
@@ -105,10 +105,9 @@ def test_a_state_without_room_is_refused_before_compiling(name, memory, rows, mo
     monkeypatch.setattr(setup, "device_of", lambda *_, **__: gpu)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: compiled.append(1))
     monkeypatch.setattr(program, "measured", lambda *_: compiled.append(1))
-    with pytest.raises(BadInput) as refused:
-        setup.set_up(Options(name), Clock(), Console())
+    message = refused("", setup.set_up, Options(name), Clock(), Console())
     assert not compiled
-    said = str(refused.value)
+    said = message
     assert said.startswith(f"recipe {name} keeps 140.") and "parameter is ngrams, 130.0 GB" in said
     assert f"there are {memory / 1e9:.1f} GB" in said
     assert f"--set NGRAMS={rows}, which is another model" in said
@@ -169,6 +168,5 @@ def test_a_warm_up_that_never_has_room_is_one_sentence(options, monkeypatch):
 
     monkeypatch.setattr(warm_up, "warm_up", full)
     lane = dataclasses.replace(options, set_=(*options.set_, "LANES=1"))  # few ways to divide it
-    with pytest.raises(BadInput, match="recipe stdlib needs .* GB a device"):
-        train(lane)
+    refused("recipe stdlib needs .* GB a device", train, lane)
     assert not options.run_dir.exists()

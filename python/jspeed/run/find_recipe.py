@@ -281,21 +281,21 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     name, equals, value_text = text.partition("=")
     name = name.strip().upper().replace("-", "_")
     known = ", ".join(fields)
+    flag = f"--set {' '.join(text.split())}"  # an error message is one line
     if name not in fields:
         raise BadInput(
-            f"--set {text}: {path.name} has no field {name!r}{nearest(name, fields)}; known:"
-            f" {known}"
+            f"{flag}: {path.name} has no field {name!r}{nearest(name, fields)}; known: {known}"
         )
     old = fields[name]
     if not equals:
-        raise BadInput(f"--set {text}: there is no value; write {name}=VALUE (now {old!r})")
+        raise BadInput(f"{flag}: there is no value; write {name}=VALUE (now {old!r})")
     value: Any = value_text
     with suppress(ValueError):
         value = _with_types_of(_plain(value_text), old)
     if type(value) is not type(old) and old is not None:
         wanted = expected(type(old))
         raise BadInput(
-            f"--set {text}: field {name} of {path.name} is {wanted} (now {old!r}), found"
+            f"{flag}: field {name} of {path.name} is {wanted} (now {old!r}), found"
             f" {value_text!r}; give {wanted}"
         )
     return name, value

@@ -12,7 +12,6 @@ import pytest
 from jax.nn.initializers import normal
 
 from jspeed.base.jax_versions import scan_sizes
-from jspeed.errors import BadInput
 from jspeed.model.layers import look_up_all
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
@@ -24,6 +23,7 @@ from jspeed.run.compute.division import place
 from jspeed.run.compute.warm_up import warm_up
 from jspeed.run.find_recipe import find
 
+from ...refusals import refused
 from ...toys import SAME, TOYS, moved_parameters
 from .steps import batches, mesh_of, run, start
 
@@ -35,6 +35,17 @@ def cut_small_arrays_too(monkeypatch):
 
 def toy(name="stdlib", *sets):
     return find(name, [*TOYS[name], *sets]).recipe
+
+
+def with_table(parameters, loss, rate, *sets):
+    """stdlib with other parameters, another loss and plain gradient descent."""
+    sgd = lambda: optax.sgd(rate)
+    return replace(toy("stdlib", *sets), parameters=parameters, loss=loss, optimizer=sgd)
+
+
+def placed(recipe, devices):
+    mesh = mesh_of(devices)
+    return place(recipe, mesh, "zero1", device_of(mesh))
 
 
 @functools.cache
@@ -117,10 +128,8 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
     def update(plain, batch):
         loss, grads = jax.value_and_grad(mean_loss)(plain["params"], batch)
         updates, optimizer_state = optimizer.update(grads, plain["optimizer"], plain["params"])
-        return {
-            "params": optax.apply_updates(plain["params"], updates),
-            "optimizer": optimizer_state,
-        }, loss
+        params = optax.apply_updates(plain["params"], updates)
+        return {"params": params, "optimizer": optimizer_state}, loss
 
     for batch, loss in zip(tokens, losses, strict=True):
         plain, expected = update(plain, jnp.asarray(batch, jnp.int32))
@@ -149,10 +158,8 @@ def test_slow_parameters_take_all_gradients_since_their_update():
 
         grads, mean = jax.grad(loss, has_aux=True)(params)
         sums = jax.tree.map(jnp.add, held, grads)
-        chosen = {
-            name: sums[name] if spec.every == 2 else grads[name]
-            for name, spec in recipe.parameters.items()
-        }
+        specs = recipe.parameters.items()
+        chosen = {name: (sums if spec.every == 2 else grads)[name] for name, spec in specs}
         updates, moments = optimizer.update(chosen, moments, params, due=1 + due)
         held = jax.tree.map(jnp.zeros_like, sums) if due else sums
         return optax.apply_updates(params, updates), moments, held, mean
@@ -160,9 +167,8 @@ def test_slow_parameters_take_all_gradients_since_their_update():
     stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
     for number, (stage, batch, loss) in enumerate(zip(stages, tokens, losses, strict=False)):
         batch = jnp.asarray(batch, jnp.int32)
-        params, moments, held, mean = update(
-            params, moments, held, batch, number, stage=stage, due=number % 2 == 1
-        )
+        which = dict(stage=stage, due=number % 2 == 1)
+        params, moments, held, mean = update(params, moments, held, batch, number, **which)
         assert loss == pytest.approx(float(mean), abs=1e-5)
         # Step 5 is the last in which the tables are one; an even step updates neither.
         assert np.array_equal(params["embed"], params["head"]) == (number < 7)
@@ -186,12 +192,9 @@ def test_summed_tables_train_as_others_do(devices, lanes_at_once):
         return jnp.sum(weights_BT * loss_BT), loss_BT
 
     def trained(summed):
-        spec = ParamSpec(
-            (264, 2, 8), ("token", "table", "model"), normal(1.0), "values", every=2, summed=summed
-        )
-        recipe = replace(
-            toy(), parameters={"values": spec}, loss=loss, optimizer=lambda: optax.sgd(0.1)
-        )
+        axes = ("token", "table", "model")
+        spec = ParamSpec((264, 2, 8), axes, normal(1.0), "values", every=2, summed=summed)
+        recipe = with_table({"values": spec}, loss, 0.1)
         state, losses = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 4))
         return state["params"]["values"], losses
 
@@ -202,7 +205,7 @@ def test_summed_tables_train_as_others_do(devices, lanes_at_once):
 
 def test_state_is_donated():
     recipe, mesh = toy(), mesh_of(1)
-    compiled, *_ = program.fit(recipe, place(recipe, mesh, "zero1", device_of(mesh)), 0)
+    compiled, *_ = program.fit(recipe, placed(recipe, 1), 0)
     state = start(recipe, mesh)
     old = jax.tree.leaves(state)
     compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
@@ -220,10 +223,8 @@ def bigrams():
         loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
         return jnp.sum(loss_BT * weights_BT), loss_BT
 
-    table = {
-        "embed": ParamSpec((272, 272), ("token", "vocab"), jax.nn.initializers.normal(1.0), "all")
-    }
-    return replace(toy(), parameters=table, loss=loss, optimizer=lambda: optax.sgd(50.0))
+    spec = ParamSpec((272, 272), ("token", "vocab"), normal(1.0), "all")
+    return with_table({"embed": spec}, loss, 50.0)
 
 
 def test_a_constant_loss_stays_what_it_is():
@@ -234,33 +235,25 @@ def test_a_constant_loss_stays_what_it_is():
         loss_BT = jnp.full(tokens_BT.shape, 5.0)
         return jnp.sum(params["embed"].astype(jnp.float32)) * jnp.sum(loss_BT * weights_BT), loss_BT
 
-    table = {
-        "embed": ParamSpec((2, 2), ("token", "vocab"), jax.nn.initializers.ones, "all", "bfloat16")
-    }
-    small = find("stdlib", [*TOYS["stdlib"], "LANES=100000", "LANE_LEN=1", "EVAL_LEN=1"]).recipe
-    recipe = replace(small, parameters=table, loss=loss, optimizer=lambda: optax.sgd(0.0))
+    spec = ParamSpec((2, 2), ("token", "vocab"), jax.nn.initializers.ones, "all", "bfloat16")
+    sets = "LANES=100000", "LANE_LEN=1", "EVAL_LEN=1"
+    recipe = with_table({"embed": spec}, loss, 0.0, *sets)
     _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
     assert losses == [5.0, 5.0]
     rows = jnp.zeros((100_000, 2), jnp.uint16)
     validation = evaluate.ValidationSet(rows, rows[:, 1:], 99_999, 99_999)
-    assert (
-        evaluate.validation_loss(
-            lambda _, rows, *more: jnp.full((len(rows), 1), 5.0), {}, validation
-        )
-        == 5.0
-    )
+    fives = lambda _, rows, *more: jnp.full((len(rows), 1), 5.0)
+    assert evaluate.validation_loss(fives, {}, validation) == 5.0
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
     recipe = find("llmc", [*TOYS["llmc"], "COMPUTE=bfloat16", "LAYERS=1"]).recipe
-    params = jax.eval_shape(
-        lambda: step.to_compute_dtype(recipe, step.init_state(recipe, jnp.uint32(1))["params"])
-    )
+    first = lambda: step.init_state(recipe, jnp.uint32(1))["params"]
+    params = jax.eval_shape(lambda: step.to_compute_dtype(recipe, first()))
     tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
     ctx = Context(recipe.stages[0], training=True)
-    made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, (0, 0), 1.0, p, t, {}))(
-        params, tokens
-    )
+    gradients = lambda p, t: step.gradients(recipe, ctx, 4, (0, 0), 1.0, p, t, {})
+    made = jax.make_jaxpr(gradients)(params, tokens)
     (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
     _, carried = scan_sizes(scan)
     sums, (losses,) = scan.outvars[:carried], scan.outvars[carried:]
@@ -275,16 +268,10 @@ def test_bf16_trains_as_fp32_does(name):
     found = []
     for dtype in ("float32", "bfloat16"):
         sets = [f"COMPUTE={dtype}", "STEPS=200", "HEADS=4"]
-        sets += ["LEARNING_RATE=0.003"] * (name != "track3") + ["COOLDOWN=200"] * (
-            name == "nanogpt"
-        )
-        recipe = find(name, [*TOYS[name], *sets]).recipe
-        tokens = [
-            (3 * first + np.arange(17) ** 2 + 7 * n) % 97
-            for n in range(200)
-            for first in range(recipe.lanes)
-        ]
-        tokens = np.stack(tokens).reshape(200, recipe.lanes, 17).astype(np.uint16)
+        sets += ["LEARNING_RATE=0.003", "COOLDOWN=200"] if name == "nanogpt" else []
+        recipe = toy(name, *sets)
+        n, first, t = np.ogrid[:200, : recipe.lanes, :17]
+        tokens = ((3 * first + t**2 + 7 * n) % 97).astype(np.uint16)
         found.append(np.mean(run(recipe, mesh_of(1), None, list(tokens))[1][-10:]))
     assert found[0] < 4.6 and abs(found[0] - found[1]) < 0.03
 
@@ -297,17 +284,13 @@ def test_without_jit_three_steps_are_the_same(make):
     state, compiled = run(recipe, mesh, None, tokens)
     seed = jax.device_put(np.uint32(1), replicated(mesh))
     with jax.disable_jit():
-        built = program.compile_program(
-            recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10
-        )
+        built = program.compile_program(recipe, placed(recipe, 1), rows=10)
         plain = built.init(seed)
         for batch in tokens:
             plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
             losses.append(float(metrics["loss"]))
-        with pytest.raises(BadInput, match="JAX_DISABLE_JIT .* the mesh is {'data': 8}"):
-            program.compile_program(
-                recipe, place(recipe, mesh_of(8), "zero1", device_of(mesh_of(8))), rows=10
-            )
+        words, eight = "JAX_DISABLE_JIT .* the mesh is {'data': 8}", placed(recipe, 8)
+        refused(words, program.compile_program, recipe, eight, rows=10)
     assert compiled[0] != compiled[2]
     np.testing.assert_allclose(losses, compiled, atol=1e-5)
     np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
@@ -316,10 +299,9 @@ def test_without_jit_three_steps_are_the_same(make):
 @pytest.mark.parametrize("name", ["stdlib", pytest.param("r29", marks=pytest.mark.slow)])
 def test_warm_up_leaves_no_trace(name):
     recipe, mesh = toy(name), mesh_of(2)
-    built = program.compile_program(recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10)
-    validation = evaluate.to_devices(
-        np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh
-    )
+    built = program.compile_program(recipe, placed(recipe, 2), rows=10)
+    rows = np.concatenate(batches(recipe, 2))[:10]
+    validation = evaluate.to_devices(rows, built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     assert {"params", "optimizer", "step"} <= fresh.keys()
@@ -352,10 +334,9 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
             recipe, Placement(mesh, "zero1", device), recipe.eval_len, len(rows)
         )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
-        placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-        assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(
-            expected, abs=1e-6
-        )
+        spread = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
+        found = evaluate.validation_loss(lowered.compile(), spread, validation)
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -371,12 +352,10 @@ def test_accuracy_is_the_weighted_share_of_argmax_targets(devices):
     counted = (rows[:, :-1] != 27) & (rows[:, 1:] != 27)
     _, padded = program.eval_parts(recipe, len(rows), mesh, 4 * recipe.eval_len)
     validation = evaluate.to_devices(rows, padded, recipe, mesh)
-    placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
+    spread = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
     measured = evaluate.compile_accuracy(recipe, Placement(mesh, "zero1", device), padded)
     built = program.Program(None, (), None, None, 0, padded, accuracy=measured)
     wanted = found[counted].mean()
-    assert (
-        evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6)
-        and 0 < wanted < 1
-    )
-    assert evaluate.validation_accuracy(replace(built, accuracy=None), placed, validation) is None
+    accuracy = evaluate.validation_accuracy(built, spread, validation)
+    assert accuracy == pytest.approx(wanted, abs=1e-6) and 0 < wanted < 1
+    assert evaluate.validation_accuracy(replace(built, accuracy=None), spread, validation) is None
