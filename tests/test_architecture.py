@@ -172,6 +172,7 @@ MOVING = {  # API that JAX or Orbax may change in any release: where it is used
         "kernels/",
         "plan/findings.py",
         "plan/shard_map_checks.py",
+        "run/compute/flat_dots.py",
         "run/compute/gradients.py",
     },
     "orbax": {"run/checkpoint.py"},

@@ -13,17 +13,21 @@ from jspeed.base.beside import split
 from jspeed.parallel.kinds import kind_of
 from jspeed.recipe import Context, Recipe, map_specs
 from jspeed.run.compute import division
+from jspeed.run.compute.device import Placement
+from jspeed.run.compute.flat_dots import flattened
 from jspeed.run.compute.host_tables import Rows, with_given
 
 TRACING = threading.Lock()
 
 
-def traced_once(traces: dict[Any, Any], key: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, by the equations that ``traces`` has of it, if it has.
+def traced_once(placement: Placement, key: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``, by the equations that ``placement.traces`` has of it, if it has;
+    on CPUs :func:`.flat_dots.flattened`.
 
     A function of the same ``key`` and shapes of ``args`` is traced once, which takes longer than
     its equations, also where threads ask at once. It may depend on no other array.
     """
+    traces = placement.traces
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return function(*args)
     arrays, tree = jax.tree.flatten(args)
@@ -31,6 +35,8 @@ def traced_once(traces: dict[Any, Any], key: Any, function: Callable[..., Any], 
     with TRACING:
         if key not in traces:
             equations, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            if placement.device.platform == "cpu":
+                equations = flattened(equations)
             # the function lives, and with it what its key names
             traces[key] = equations, jax.tree.structure(shapes), function
         equations, result, _ = traces[key]

@@ -171,7 +171,7 @@ def on_devices(
         whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
         place = step, device_of_rows(mesh) * tokens.shape[0]
         grads, row_losses, of_given = traced_once(
-            placement.traces, key, of_rows, place, weight, whole, tokens, given
+            placement, key, of_rows, place, weight, whole, tokens, given
         )
         grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
         tables, of_tables = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
