@@ -11,6 +11,9 @@ import pytest
 from jspeed.cli import satellites
 from jspeed.errors import BadInput
 from jspeed.host_table import in_run
+from jspeed.inference import trained
+from jspeed.inference.commands.export import export
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run import setup
 from jspeed.run.export import load
@@ -20,6 +23,7 @@ from jspeed.run.train import train
 from ..multi_process import shards
 
 RECIPE = Path(__file__).parent / "bigrams.py"
+BYTES = {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256, "mark": "before"}
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +203,31 @@ def test_a_damaged_table_is_no_checkpoint(folder):
     path.write_bytes(content)
     lines, record, _ = run(folder, "damaged", table="host", resume=True)
     assert record["resumed"] == [20] and len(lines) > 60
+
+
+def test_a_checkpoint_is_a_model_and_is_exported(folder, tmp_path, monkeypatch):
+    """With its table, which an export leaves out unless it is asked for."""
+    *_, table = run(folder, "model", table="host", checkpoint_every=20, steps=20)
+    checkpoint = folder / "model" / "checkpoints" / "20"
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer": BYTES}))
+    assert load_model(checkpoint).tensors()["rows"].astype(np.float32).tobytes() == table.tobytes()
+    export(checkpoint, tmp_path / "with", table=True)
+    found = load_model(tmp_path / "with").tensors()
+    assert found["rows"].astype(np.float32).tobytes() == table.tobytes() and len(found) == 3
+    export(checkpoint, tmp_path / "without")
+    assert {file.name for file in (tmp_path / "without").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "recipe.py",
+    }
+    with pytest.raises(BadInput, match="lacks rows, too large for it"):
+        load_model(tmp_path / "without")
+    with pytest.raises(BadInput, match="has no table .*; leave --table out"):
+        export(folder / "model", tmp_path / "whole", table=True)
+    monkeypatch.setattr(trained, "available_memory", lambda: 1000)
+    with pytest.raises(BadInput, match="its tables of 0.0 GB need 0.0 GB of this machine"):
+        load_model(checkpoint)
 
 
 def test_a_table_that_does_not_fit_the_device_is_the_hosts(folder, on_device, monkeypatch, capsys):

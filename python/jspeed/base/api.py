@@ -232,6 +232,7 @@ NAMES = {
         "HostTables",
         "Rows",
         "SHARES",
+        "file_of",
         "problem",
         "tables_on_host",
     ),

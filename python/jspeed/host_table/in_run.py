@@ -34,7 +34,7 @@ from jspeed.recipe import ParamSpec, Recipe, Stage
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import cut, pieces_of
-from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows
+from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows, file_of
 from jspeed.run.compute.program import Program, eval_parts
 
 Found = dict[str, NDArray[np.int32]]  # rows that tokens name in each table, [B, ids]
@@ -351,8 +351,3 @@ def host_device() -> jax.Device:
             "--table host computes row numbers on the CPU, and JAX has no CPU backend; set"
             " JAX_PLATFORMS=cuda,cpu"
         ) from None
-
-
-def file_of(folder: Path, path: str) -> Path:
-    """Return the file of the table at ``path`` of the parameters."""
-    return folder / f"{path.replace('/', '-')}.safetensors"

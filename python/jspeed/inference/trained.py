@@ -4,7 +4,7 @@ GPT-2."""
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import safetensors
 from jax.sharding import Mesh
 
+from jspeed._dataloader import available_memory
+from jspeed.cli.satellites import hooks
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.data.manifest import TokenizerFacts
@@ -22,8 +24,11 @@ from jspeed.errors import BadInput
 from jspeed.inference.model_config import find_trained, read_config, read_parameters
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import find_devices, make_mesh, put
-from jspeed.recipe import Recipe
+from jspeed.recipe import Recipe, leaves
 from jspeed.run.checkpoint import damage, restore, steps_in
+from jspeed.run.compute.accumulators import by_path, from_paths
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.host_tables import file_of, tables_on_host
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.compute.step import to_compute_dtype
 from jspeed.run.export import FILE, LEFT_OUT, STEP, Tensors, gathered
@@ -36,7 +41,8 @@ class Model:
     (see a manifest).
 
     ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a
-    GPT-2. ``trained``: the seed and the steps of its run, where they are known.
+    GPT-2. ``trained``: the seed and the steps of its run, where they are known. ``tables``: files
+    of the tables that its run had in the host's memory, by name.
     """
 
     found: LoadedRecipe
@@ -46,6 +52,7 @@ class Model:
     folder: Path | None = None
     gpt2: bool = False
     trained: tuple[int, int] | None = None
+    tables: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -66,7 +73,9 @@ class Model:
         return tokenizer_of(self.facts, self.folder)
 
 
-def load_model(path: Path, mesh: Mesh | None = None, trust: bool = False) -> Model:
+def load_model(
+    path: Path, mesh: Mesh | None = None, trust: bool = False, whole: bool = True
+) -> Model:
     """Load a run directory, a checkpoint of one (``RUN/checkpoints/STEP``), an exported folder, or
     a folder with GPT-2 as Hugging Face has it.
 
@@ -74,8 +83,9 @@ def load_model(path: Path, mesh: Mesh | None = None, trust: bool = False) -> Mod
     is the checkpoint of the last step; where there are none, the newest undamaged checkpoint.
 
     The parameters are on ``mesh`` (default: this process's first device), sharded by the default
-    layout. Its recipe.py runs where :func:`jspeed.run.evidence.foreign_code.allow` lets it, or with
-    ``trust``. Raises BadInput with what is there and what was expected.
+    layout. So are tables that the run had in the host's memory, or None where not ``whole``. Its
+    recipe.py runs where :func:`jspeed.run.evidence.foreign_code.allow` lets it, or with ``trust``.
+    Raises BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, find_devices(local=True)[:1])
     if not path.is_dir():
@@ -91,22 +101,32 @@ def load_model(path: Path, mesh: Mesh | None = None, trust: bool = False) -> Mod
     config = read_config(run_dir)
     loaded = find_trained(run_dir, config, trust)
     facts = facts_of(run_dir, config, loaded.recipe)
-    _, shardings = state_shardings(loaded.recipe, DEFAULT_LAYOUT, mesh)
     metadata = metadata_of(path / FILE)
-    if LEFT_OUT in metadata and (run_dir / "checkpoints" / metadata[STEP]).is_dir():
-        step = int(metadata[STEP])
-    if step is None and (os.path.lexists(path / FILE) or "recipe" not in config):
-        arrays = read_parameters(path, loaded.recipe)
-        params = jax.tree.map(put, arrays, shardings["params"])
+    made = metadata.get(STEP) if LEFT_OUT in metadata else None  # of an export it says none
+    if made and (run_dir / "checkpoints" / made).is_dir():
+        step = int(made)
+    recipe, place = loaded.recipe, path
+    if step is not None or not os.path.lexists(path / FILE) and "recipe" in config:
+        step = undamaged(run_dir / "checkpoints", step)
+        place = run_dir / "checkpoints" / str(step)
+    if tables := files_of_tables(place, recipe):
+        recipe = tables_on_host(recipe)
+    shapes, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
+    if step is None:
+        params = jax.tree.map(put, read_parameters(path, recipe), shardings["params"])
     else:
-        params = restored(run_dir / "checkpoints", step, loaded.recipe, mesh)
+        params = restore(place.parent, step, shapes)["params"]
+    if tables and whole:
+        params = with_tables(loaded.recipe, params, place, mesh)
     require_finite(params, path)
     seed, steps = (
         config.get("options", {}).get("seed"),
         metadata.get(STEP) if step is None else step,
     )
     trained = None if seed is None or steps is None else (int(seed), int(steps))
-    return Model(loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2", trained)
+    return Model(
+        loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2", trained, tables
+    )
 
 
 def metadata_of(file: Path) -> dict[str, str]:
@@ -162,17 +182,15 @@ def require_finite(params: Any, path: Path) -> None:
         )
 
 
-def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
-    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for
+def undamaged(folder: Path, step: int | None) -> int:
+    """Return the step of one checkpoint, or of the newest that is not damaged. Raises BadInput for
     none."""
     steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
     wrong = "there is none"
     for number in steps:
         wrong = damage(folder, number) or ""
         if not wrong:
-            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[
-                "params"
-            ]
+            return number
     if step is not None:
         raise BadInput(
             f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or"
@@ -181,3 +199,35 @@ def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
     raise BadInput(
         f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first"
     )
+
+
+def files_of_tables(folder: Path, recipe: Recipe) -> dict[str, Path]:
+    """Return the files in ``folder`` of tables that were in the host's memory, by name."""
+    names = [name for name, spec in leaves(recipe.parameters) if spec.lookups]
+    return {name: file for name in names if (file := file_of(folder, name)).is_file()}
+
+
+def with_tables(recipe: Recipe, params: Any, folder: Path, mesh: Mesh) -> Any:
+    """Return ``params`` with the tables whose files are in ``folder``, on the devices of ``mesh``.
+
+    Raises BadInput where a device, or the host's memory, has no room for them.
+    """
+    moved = tables_on_host(recipe)
+    need = sum(2 * spec.size for spec in moved.on_host.values())
+    device = device_of(mesh, recipe=recipe)
+    # the host has them as rows in use, whole, and on a CPU as an array of JAX's too
+    copies = 3 if device.platform == "cpu" else 2
+    for what, each, limit in (
+        ("of a device", need / mesh.size, device.memory),
+        ("of this machine", copies * need, available_memory()),
+    ):
+        if limit and each > limit:
+            raise BadInput(
+                f"{folder}: its tables of {need / 1e9:,.1f} GB need {each / 1e9:,.1f} GB {what},"
+                f" and there are {limit / 1e9:,.1f}; use more devices (--mesh), or larger ones"
+            )
+    tables = hooks().host_tables(moved)
+    tables.load(folder)
+    places = by_path(recipe, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[1]["params"])
+    placed = {name: put(array, places[name]) for name, array in tables.whole().items()}
+    return from_paths(recipe, by_path(moved, params) | placed)

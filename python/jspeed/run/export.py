@@ -245,16 +245,17 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
 
 def fitted(path: Path, tensors: Tensors, recipe: Recipe, left_out: str = "") -> dict[str, Any]:
     """Return ``tensors``, read from ``path``, as the parameters of ``recipe``, in its dtypes: a
-    tree of NumPy arrays.
+    tree of NumPy arrays, None in the place of tables in the host's memory.
 
     A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises
     BadInput for missing (but for ``left_out``, for which another file is named), extra or
     differently shaped tensors.
     """
     specs = dict(leaves(recipe.parameters))
-    _same_names(path, tensors, specs, recipe, left_out)
-    arrays = {}
-    for name, spec in specs.items():
+    wanted = {name: spec for name, spec in specs.items() if not spec.on_host}
+    _same_names(path, tensors, wanted, recipe, left_out)
+    arrays: dict[str, Any] = dict.fromkeys(specs)
+    for name, spec in wanted.items():
         array = tensors[name]
         if spec.axes and spec.axes[0] == "position" and len(array) > spec.shape[0]:
             array = array[: spec.shape[0]]

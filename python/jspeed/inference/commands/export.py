@@ -15,6 +15,7 @@ def export(
     model: Annotated[Path, Wants("MODEL", positional=True)],
     out: Folder,
     own: bool = False,
+    table: bool = False,
     trust: bool = False,
 ) -> None:
     """Write a trained model as a folder of safetensors.
@@ -29,20 +30,27 @@ def export(
         out: Folder to make.
         own: Write a GPT-2 too in the recipe's own way, which one that computes something else
             needs.
+        table: Write the tables too that a run had in the host's memory, as the rows in use.
         trust: Run the recipe.py of a folder that is none of jspeed's and was not trained here.
     """
     with without_logs():
+        import shutil
+
         from jspeed.base.files import write_whole
         from jspeed.corpus.shards.output_folder import atomic_folder, require_empty
         from jspeed.data.tokens import copy_tokenizer
         from jspeed.inference.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
         from jspeed.inference.model_config import same_function
         from jspeed.inference.trained import load_model
-        from jspeed.run.export import FILE, own_config, own_metadata, save
+        from jspeed.run.export import FILE, LEFT_OUT, own_config, own_metadata, save
         from jspeed.run.find_recipe import find
 
     require_empty(out)
-    loaded = load_model(model, trust=trust)
+    loaded = load_model(model, trust=trust, whole=False)
+    if table and not loaded.tables:
+        raise BadInput(
+            f"{model} has no table from the host's memory beside its parameters; leave --table out"
+        )
     tensors, recipe = loaded.tensors(), loaded.recipe
     as_gpt2 = is_gpt2(recipe) and not own
     config = (
@@ -60,7 +68,10 @@ def export(
             missing = _add_tokenizer(folder, loaded.facts["tokenizer"])
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
         else:
-            save(folder / FILE, tensors, own_metadata(loaded.found))
+            absent = {LEFT_OUT: ", ".join(loaded.tables)} if loaded.tables else {}
+            save(folder / FILE, tensors, own_metadata(loaded.found, **absent))
+            for file in loaded.tables.values() if table else ():
+                shutil.copyfile(file, folder / file.name)
             write_whole(folder / "recipe.py", loaded.found.source)
             config = {"model_type": "jspeed"} | config
         write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")

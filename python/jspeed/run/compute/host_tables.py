@@ -95,6 +95,11 @@ def choose(
     return moved, placed(moved)
 
 
+def file_of(folder: Path, path: str) -> Path:
+    """Return the file of the table at ``path`` of the parameters: rows that were ever updated."""
+    return folder / f"{path.replace('/', '-')}.safetensors"
+
+
 def place_of(recipe: Recipe) -> dict[str, str]:
     """Return what a checkpoint says of where such tables lie; nothing of a recipe without any."""
     if recipe.on_host:
