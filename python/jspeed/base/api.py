@@ -194,7 +194,9 @@ NAMES = {
         "utc_now",
     ),
     "jspeed.run.compute.accumulators": (
+        "by_path",
         "first_alike",
+        "from_paths",
         "number_due",
         "steps_of",
         "updates",
