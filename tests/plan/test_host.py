@@ -114,6 +114,16 @@ def test_a_table_goes_to_the_host_where_the_device_has_no_room():
         refused("--host cores=8 would have no effect", choose, other, cluster, "cores=8", placed)
 
 
+def test_a_table_goes_where_it_is_asked_to():
+    large = lambda recipe: placed(recipe, 10**12)  # noqa: E731
+    assert choose(R92, ONE, None, large, "host")[1].host == cost.host_of(ONE)
+    assert choose(R92, ONE, None, placed, "device")[1].host is None
+    refused("--table hots: expected device or host", choose, R92, ONE, None, placed, "hots")
+    refused("--host cores=8 would have no", choose, R92, ONE, "cores=8", placed, "device")
+    for other, cluster in ((find("r29", []), ONE), (R92, parse_target("v6ex8"))):
+        refused("--table host: ", choose, other, cluster, None, large, "host")
+
+
 def test_the_memory_of_the_host():
     """84,602,880 rows of 1,552 bytes; 3 + 4 times the rows of a step, 1,207,959,552 bytes."""
     moved, placement = choose(R92, ONE, "memory=128", placed)

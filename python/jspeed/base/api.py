@@ -295,6 +295,7 @@ NAMES = {
     "jspeed.run.options": (
         "Options",
         "check_options",
+        "check_place",
     ),
     "jspeed.run.setup": (
         "Setup",

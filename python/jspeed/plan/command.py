@@ -29,6 +29,7 @@ def plan(
     mesh: Axes | None = None,
     micro_batch: Annotated[Count | None, Wants("TOKENS")] = None,
     host: Annotated[str | None, Wants("NAME=N,...")] = None,
+    table: Annotated[str | None, Wants("PLACE")] = None,
     against: Annotated[str | None, Wants("RECIPE")] = None,
     compile: bool = True,
     search_: bool = False,
@@ -56,6 +57,8 @@ def plan(
         micro_batch: Tokens per device in a micro-batch.
         host: The host of the devices, where a table lies that they do not hold: cores=16,memory=128
             (GB), and link=50 (GB/s a device); the target's usual one has what is left out.
+        table: Where a table that is updated row by row lies, device or host; default: on the
+            devices if it fits there.
         against: Another recipe to plan for the same target and micro-batch, and to compare with;
             --set is not its.
         compile: Compile the step; --no-compile prints only what formulas give: parameters, memory,
@@ -109,6 +112,7 @@ def plan(
             else "--no-compile compiles nothing"
         )
         others = {"--bytes": bytes_, "--evaluation": evaluation, "--json": json_, "--host": host}
+        others |= {"--table": table}
         refuse(whole | others, why)
     elif bytes_:
         refuse(whole | {"--evaluation": evaluation}, "--bytes compiles one step alone")
@@ -130,7 +134,7 @@ def plan(
     def placed(recipe: "Recipe") -> "TargetPlacement":
         return place_on_target(recipe, cluster, layout, axes, micro_batch, tell)
 
-    loaded, placement = choose(loaded, cluster, host, placed)
+    loaded, placement = choose(loaded, cluster, host, placed, table)
     if bytes_:
         moved = describe_traffic(loaded.recipe, placement)
         terminal.print_traffic(moved, console)
@@ -191,5 +195,5 @@ COMMAND = Command(
         "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
         "gpt2-xl --target a100x8  # a published size",
     ),
-    {"hardware": "target layout mesh micro_batch host", "output": "strict json_ svg html"},
+    {"hardware": "target layout mesh micro_batch host table", "output": "strict json_ svg html"},
 )

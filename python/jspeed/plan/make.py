@@ -62,6 +62,7 @@ CONSTANTS = {
     "gather of rows, bytes/s a core": host_cost.GATHER,
     "update of rows, bytes/s a core": host_cost.UPDATE,
     "look-ups of rows that another step names, share": host_cost.AGAIN,
+    "look-ups of rows that a step waits for, share": host_cost.BOTH,
 }
 
 

@@ -155,15 +155,18 @@ def check_sinks(names: Sequence[str]) -> None:
             )
 
 
+def check_place(table: str | None) -> None:
+    """Raise :class:`BadInput` for a ``--table`` that is no place of one."""
+    if table is not None and table not in PLACES:
+        raise BadInput(f"--table {table}: expected device or host{nearest(table, PLACES)}")
+
+
 def check_options(options: Options) -> None:
     """Raise :class:`BadInput` for invalid option values, whatever the recipe."""
     for name, expected, found in misfits(options, Options):
         raise BadInput(f"{flag(name)} {getattr(options, name)}: expected {expected}, found {found}")
     check_sinks(options.sinks)
-    if options.table is not None and options.table not in PLACES:
-        raise BadInput(
-            f"--table {options.table}: expected device or host{nearest(options.table, PLACES)}"
-        )
+    check_place(options.table)
     if options.resume and options.run_dir is None:
         raise BadInput("--resume needs --run-dir; give the folder of the run to resume")
 

@@ -13,6 +13,7 @@ from jspeed.recipe import Recipe
 from jspeed.run.compute.host_tables import SHARES, problem, tables_on_host
 from jspeed.run.compute.program import check_state_fits
 from jspeed.run.find_recipe import LoadedRecipe
+from jspeed.run.options import check_place
 
 
 def choose(
@@ -20,28 +21,45 @@ def choose(
     cluster: Cluster,
     asked: str | None,
     placed: Callable[[Recipe], TargetPlacement],
+    table: str | None = None,
 ) -> tuple[LoadedRecipe, TargetPlacement]:
     """Return a recipe and where it is ``placed``, as a run chooses: its tables in the host's memory
-    where its state does not fit the devices. ``asked``: of the host, by --host.
+    where its state does not fit the devices, or where ``table``, of --table, says. ``asked``: of
+    the host, by --host.
 
-    Raises :class:`BadInput` where tables fit neither.
+    Raises :class:`BadInput` where tables fit neither, or not the place that was asked for.
     """
+    check_place(table)
     recipe, placement = loaded.recipe, placed(loaded.recipe)
     host = host_of(cluster, asked)
     why_not = problem(recipe, given=False)
     if cluster.nodes > 1:
         why_not = f"one process serves all rows, and {cluster.name} has {cluster.nodes} nodes"
+    if table == "host" and not host:
+        why_not = why_not or f"nothing is known of the host of {cluster.target.name}; give --host"
+    if table == "host" and why_not:
+        raise BadInput(f"--table host: {why_not}")
+    if table == "device":
+        why_not = why_not or "--table device keeps tables there"
     if not why_not and host:
-        try:
-            check_state_fits(recipe, placement, loaded.fields)
-            why_not = f"the tables of {recipe.name} fit {cluster.name}"
-        except BadInput as error:
+        error = "--table host" if table else refusal(recipe, placement, loaded.fields)
+        if error:
             moved = tables_on_host(recipe)
-            check_fits(moved, host, loaded.fields, str(error))
+            check_fits(moved, host, loaded.fields, error)
             return replace(loaded, recipe=moved), replace(placed(moved), host=host)
+        why_not = f"the tables of {recipe.name} fit {cluster.name}"
     if asked:
         raise BadInput(f"--host {asked} would have no effect: {why_not}; leave it out")
     return loaded, placement
+
+
+def refusal(recipe: Recipe, placement: TargetPlacement, fields: Mapping[str, Any]) -> str | None:
+    """Return why the state of ``recipe`` does not fit the devices; None where it does."""
+    try:
+        check_state_fits(recipe, placement, fields)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
 def share_of(recipe: Recipe, host: Host, changed: Mapping[str, int] | None = None) -> float | None:
