@@ -1,9 +1,9 @@
 """Device-dependent settings: micro-batches, kernels, what fits in memory; and which settings are
 refused."""
 
-import dataclasses
 import math
 import types
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -78,23 +78,24 @@ def test_a_device_takes_the_whole_lanes_of_its_micro_batch():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu = device.device_of(mesh)
     gpu = device.device_of(cuda("9.0"))
-    for length, one, numbers in (
-        (256, cpu, (4, 8)),
-        (4096, cpu, (8,)),
-        (49_152, gpu, (8,)),
-        (16_384, gpu, (2, 4, 8)),
+    for length, width, one, numbers in (
+        (256, 64, cpu, (4, 8)),
+        (256, 48, cpu, (1, 2, 4, 8)),  # 8 lanes x 256 x 48: a narrow batch is taken whole
+        (4096, 16, cpu, (8,)),
+        (49_152, 48, gpu, (8,)),
+        (16_384, 48, gpu, (2, 4, 8)),
     ):
-        stage = Stage(steps=1, lane_len=length)
-        assert division.micro_batches(recipe, stage, mesh, one, None) == numbers
+        stage, wide = Stage(steps=1, lane_len=length), replace(recipe, attention_width=width)
+        assert division.micro_batches(wide, stage, mesh, one, None) == numbers
 
 
 def test_a_placement_has_the_micro_batches_of_each_stage():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
-    two = dataclasses.replace(
-        recipe, stages=(stage, dataclasses.replace(stage, lane_len=2 * stage.lane_len))
-    )
-    assert place(two, mesh, "zero1", dataclasses.replace(cpu, micro_batch=64)).parts == (2, 4)
+    stages = stage, replace(stage, lane_len=2 * stage.lane_len)
+    two = replace(recipe, stages=stages)
+    wide = replace(two, attention_width=1024)
+    assert place(wide, mesh, "zero1", replace(cpu, micro_batch=64)).parts == (2, 4)
     asked = place(two, mesh, "zero1", cpu, 32)
     assert asked.micro_batches == ((4,), (8,))
     assert place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
@@ -110,11 +111,11 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     steps = [program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), n) for n in (1, 2)]
     large, small = (compiler.memory_needed(step.lower().compile()) for step in steps)
     assert small < large
-    tight = dataclasses.replace(cpu, memory=(small + large) // 2)
+    tight = replace(cpu, memory=(small + large) // 2)
     refused("512 .*--micro-batch", program.fit, recipe, place(recipe, mesh, "zero1", tight, 512), 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
-    tiny = place(recipe, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
+    tiny = place(recipe, mesh, "zero1", replace(cpu, memory=1000), 256)
     refused("with 256 tokens at once .*; use more or larger", program.fit, recipe, tiny, 0)
 
 
@@ -132,7 +133,7 @@ def test_what_an_evaluation_leaves_on_the_device_is_counted():
 
 def test_an_evaluation_that_does_not_fit_is_refused():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
-    small = dataclasses.replace(device.device_of(mesh), memory=1000)
+    small = replace(device.device_of(mesh), memory=1000)
     placed = Placement(mesh, "zero1", small)
     refused("rows of 16 .* 0.0 GB", program.compile_evaluation, recipe, placed, 16, 1)
 
@@ -291,7 +292,7 @@ def test_the_chain_of_backends(capability, without_documents, with_documents, mo
         toy = find(name, TOYS[name]).recipe
         # of 64 and of 32 channels
         for heads, expected in {1: chain, 2: chain.replace("triton ", "")}.items():
-            recipe = dataclasses.replace(toy, attention_width=64, heads=heads)
+            recipe = replace(toy, attention_width=64, heads=heads)
             found = device.device_of(cuda(capability), recipe=recipe)
             assert " ".join((found.attention, *found.fallbacks)) == expected
 
