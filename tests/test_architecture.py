@@ -209,6 +209,15 @@ def test_the_package_itself_loads_nothing():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_a_recipe_of_one_page_loads_little():
+    """Its rooms, and what it calls in them: nothing of kernels, meshes or processes."""
+    code = (
+        "import sys; from jspeed.recipes import stdlib;"
+        " sys.exit(sum(f'{name}.'.startswith('jspeed.') for name in sys.modules))"
+    )
+    assert 0 < subprocess.run([sys.executable, "-c", code]).returncode <= 14
+
+
 def test_help_needs_no_jax():
     """Of no command: it would come two seconds later."""
     names = [path.stem for path in (PACKAGE / "cli").glob("[!_]*.py")]

@@ -4,7 +4,7 @@ optimizer."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ import optax
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer
 from jspeed.fields import Stage as Stage
-from jspeed.model.custom_kernels import Kernel
+
+if TYPE_CHECKING:
+    from jspeed.model.custom_kernels import Kernel
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -144,7 +146,7 @@ class Context:
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
-    kernels: Mapping[str, Kernel] | None = None
+    kernels: "Mapping[str, Kernel] | None" = None
     blocks: Callable[..., Any] = run_blocks
     step: jax.Array | int = 0
     first_row: jax.Array | int = 0
@@ -169,7 +171,7 @@ class Context:
         )
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
-    def kernel(self, asked: str, name: str) -> Kernel | None:
+    def kernel(self, asked: str, name: str) -> "Kernel | None":
         """Likewise by the field OWN_KERNELS: the kernel that replaces a part of the recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
         missing = self.kernels is not None and not self.kernels

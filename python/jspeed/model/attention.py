@@ -6,14 +6,17 @@ A lane is one row of a batch; it holds several documents, one after the other.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model.custom_kernels import Kernel, Refused, backends
 from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
+
+if TYPE_CHECKING:
+    from jspeed.model.custom_kernels import Kernel
 
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
@@ -103,6 +106,8 @@ def tags(documents: Documents, channels: int) -> jax.Array:
     slots = documents.offsets.shape[1] - 1
     digits = (slots - 1).bit_length()
     if digits > channels:
+        from jspeed.model.custom_kernels import Refused
+
         raise Refused(
             f"{channels} channels tell {2**channels} documents apart, found {slots} slots"
         )
@@ -169,12 +174,15 @@ def attention(
 
 
 def _check_asked(backend: str, window: int | None) -> None:
-    if backend != "xla" and backend not in backends():
+    if backend != "xla":
+        from jspeed.model.custom_kernels import backends
+
         known = ("xla", *backends())
-        raise BadInput(
-            f"attention backend {backend!r} is not known; choose"
-            f" {', '.join(known)}{nearest(backend, known)}"
-        )
+        if backend not in known:
+            raise BadInput(
+                f"attention backend {backend!r} is not known; choose"
+                f" {', '.join(known)}{nearest(backend, known)}"
+            )
     if window is not None and window < 1:
         raise BadInput(
             f"attention window={window}, but it counts the query itself; give 1 or more, or None"
@@ -194,6 +202,8 @@ def _by_kernel(
     tagged: bool,
 ) -> jax.Array:
     """:func:`attention` by a kernel, which is told what it takes of documents and windows."""
+    from jspeed.model.custom_kernels import backends
+
     if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
     kernel = backends()[backend]
@@ -237,6 +247,8 @@ def _require_apart(scale: float, width: int) -> None:
     """Raise Refused where tags do not lower scores of normalised heads of ``width`` channels by
     LEAST_APART."""
     if (apart := (2 * TAG**2 - 2 * width) * scale) < LEAST_APART:
+        from jspeed.model.custom_kernels import Refused
+
         raise Refused(
             f"tags lower the scores of other documents by {apart:.3g} at scale {scale:g};"
             f" {LEAST_APART:g} are needed"
@@ -426,7 +438,7 @@ def without_own_value(
     v_BTHK: jax.Array,
     alpha_BTH: jax.Array,
     gate_BTH: jax.Array | None = None,
-    kernel: Kernel | None = None,
+    kernel: "Kernel | None" = None,
 ) -> jax.Array:
     """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own
     value (XSA, record 82).

@@ -7,7 +7,7 @@ amax.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jspeed.model.custom_kernels import Kernel
+if TYPE_CHECKING:
+    from jspeed.model.custom_kernels import Kernel
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57_344.0
@@ -171,7 +172,7 @@ def measured_matmul(
     x_scale: float | jax.Array | None = None,
     w_scale: jax.Array | None = None,
     *,
-    kernel: Kernel | None = None,
+    kernel: "Kernel | None" = None,
 ) -> jax.Array:
     """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2,
     times the operands that the forward pass rounded to e4m3.
@@ -247,7 +248,7 @@ class Rounding(NamedTuple):
     """Of the batch that this pass has."""
     x_largest: float | None = None
     """A bound of all inputs' absolute values; None: their amax is taken."""
-    kernel: Kernel | None = None
+    kernel: "Kernel | None" = None
     """"FP8 casts", for :func:`measured_matmul`."""
 
     def of(self, slot: str, number: int) -> tuple[jax.Array, jax.Array]:
