@@ -71,9 +71,9 @@ def without_triton(monkeypatch):
 
 def test_a_device_says_in_a_line_what_it_lacks_of_kernels(without_triton):
     found = device_of(cuda("9.0"))
-    assert (found.attention, found.fallbacks) == ("cudnn", ("xla",)) and not found.own_kernels
+    assert (found.attention, found.fallbacks) == ("cudnn", ("xla",)) and not found.custom_kernels
     assert found.note == (
-        "this JAX has no jax.experimental.pallas.triton: without own kernels FP8 casts, MLP,"
+        "this JAX has no jax.experimental.pallas.triton: without custom kernels FP8 casts, MLP,"
         " XSA, gradient of a norm, pointer, queries and keys, sums of rows, update of rows and"
         " attention triton"
     )

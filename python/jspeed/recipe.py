@@ -173,7 +173,7 @@ class Context:
 
     def kernel(self, asked: str, name: str) -> "Kernel | None":
         """Likewise by the field OWN_KERNELS: the kernel that replaces a part of the recipe."""
-        why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
+        why = "these devices do not run jspeed's custom kernels, which are for Hopper (H100, H200)"
         missing = self.kernels is not None and not self.kernels
         found = (self.kernels or {}).get(name)
         used = self._use("OWN_KERNELS", asked, found is not None, why if missing else None)

@@ -26,7 +26,7 @@ from jspeed.kernels.qk_norm import norm_and_rotate
 from jspeed.kernels.row_sums import sum_rows
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents, without_own_value
-from jspeed.model.custom_kernels import Kernel, own_kernel
+from jspeed.model.custom_kernels import Kernel, custom_kernel
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.speedrun.mudd import add_normed
@@ -36,8 +36,8 @@ DOCUMENT = 700  # tokens
 
 
 def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
-    """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same
-    arrays.
+    """Milliseconds of each custom kernel and of its reference, as XLA compiles it, in turn on the
+    same arrays.
 
     Args:
         tokens: Rows; default: a device's in the last stage of record 89.
@@ -156,7 +156,7 @@ def table_cases(
     x, rows = (
         jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2)
     )
-    kernels = own_kernel("gradient of a norm").kernel, None
+    kernels = custom_kernel("gradient of a norm").kernel, None
     norms = [
         with_gradients(partial(add_normed, lambda a, _: [(1, a)], kernel=kernel))
         for kernel in kernels

@@ -42,9 +42,9 @@ class Variant(NamedTuple):
 STAGES = {
     "stage r92": Variant("r92"),
     "stage jspeed3": Variant("jspeed3"),
-    "stage r92, own kernels off": Variant("r92", OWN_OFF),
+    "stage r92, custom kernels off": Variant("r92", OWN_OFF),
     "stage r92, no CUDA graphs": Variant("r92", (), f"{UNTUNED} {NO_GRAPHS}"),
-    "stage jspeed3, own kernels off": Variant("jspeed3", OWN_OFF),
+    "stage jspeed3, custom kernels off": Variant("jspeed3", OWN_OFF),
     "stage jspeed3, no CUDA graphs": Variant("jspeed3", (), f"{UNTUNED} {NO_GRAPHS}"),
     "stage r92, tuned": Variant("r92", (), ""),
     "stage jspeed3, tuned": Variant("jspeed3", (), ""),
@@ -75,7 +75,7 @@ def quarter(folder: Path) -> list[Task]:
         first,
         second,
         rates["copies and fusions"],
-        rates["own kernels"],
+        rates["custom kernels"],
         third,
         attention[0],
         rates["bf16 matmuls"],
@@ -111,13 +111,13 @@ def stages(names: Iterable[str]) -> list[Task]:
 
 def preflights() -> dict[str, Callable[[], str | None]]:
     """The checks of a run's preflight by their names; XLA's own attention is no candidate here."""
-    from jspeed.kernels import OWN
+    from jspeed.kernels import CUSTOM
     from jspeed.kernels.preflight import checks as of_preflight
 
     checks: dict[str, Callable[[], str | None]] = {"preflight FP8": of_preflight.fp8_error}
-    for kernel in sorted(OWN):
-        check = partial(of_preflight.own_kernel_error, kernel)
-        checks[f"preflight own kernel {kernel}"] = check
+    for kernel in sorted(CUSTOM):
+        check = partial(of_preflight.custom_kernel_error, kernel)
+        checks[f"preflight custom kernel {kernel}"] = check
     kinds: dict[str, dict[str, bool]] = {"packed": {}, "causal": {"packed": False}}
     bounded = {"longest document": {"bounded": True}, "documents tagged": {"tagged": True}}
     for backend in BACKENDS:
@@ -145,7 +145,7 @@ def kernels() -> dict[str, Callable[[], Mapping[str, Any]]]:
             name = f"head {kind}, Triton's matmuls {which}"
             found[name] = partial(measure.head, scales, triton)
     found["scatter-add"] = measure.scatter_add
-    return found if TOY else found | {"own kernels alone": fused}
+    return found if TOY else found | {"custom kernels alone": fused}
 
 
 def fused() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Attention compiled for an absent H100; jspeed's own kernels also for older and newer GPUs.
+"""Attention compiled for an absent H100; jspeed's custom kernels also for older and newer GPUs.
 
 Nothing runs and cuDNN plans are not built, so what cuDNN refuses only then is not found here:
 tests/gpu is for that.
@@ -108,7 +108,7 @@ def target_of(name: str) -> Target:
     ["a100", "rtx3090"]
     + [pytest.param(n, marks=pytest.mark.slow) for n in ("l40s", "h100", "sm_120")],
 )
-def test_own_kernels_fit_every_gpu_from_ampere_on(name, width):
+def test_custom_kernels_fit_every_gpu_from_ampere_on(name, width):
     """In registers, without spilling any, and in shared memory, which the compiler checks too."""
     target, length, heads = target_of(name), 4096, 768 // width
     one = target_mesh(target, 1)

@@ -9,7 +9,7 @@ import pytest
 from jspeed.base.compiler import options_for
 from jspeed.kernels import fp8_cast
 from jspeed.model import fp8
-from jspeed.model.custom_kernels import own_kernel
+from jspeed.model.custom_kernels import custom_kernel
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.mlp import fp8_mlp
 from jspeed.plan import cost, hlo
@@ -46,7 +46,7 @@ def test_a_cast_is_one_kernel_without_spills(mesh, case):
 
 def own_matmul(x_ND, w_VD, largest, g_NV):
     run = partial(
-        fp8.measured_matmul, share=0.5, x_scale=0.1, kernel=own_kernel("FP8 casts").kernel
+        fp8.measured_matmul, share=0.5, x_scale=0.1, kernel=custom_kernel("FP8 casts").kernel
     )
     y_NV, pull = jax.vjp(run, x_ND, w_VD, largest)
     return y_NV, *pull(g_NV)
@@ -56,7 +56,7 @@ def own_mlp(x_BTD, up_DF, down_DF, largest_3, g_BTD):
     def run(x_BTD, up_DF, down_DF, largest_3):
         scales = {"mlp": fp8.scales_of(jnp.stack([up_DF, down_DF]))[None]}
         rounding = fp8.Rounding(largest_3[None], {"mlp": slice(3)}, scales, 0.5, D**0.5)
-        return fp8_mlp(x_BTD, up_DF, down_DF, rounding, 0, own_kernel("MLP").kernel)
+        return fp8_mlp(x_BTD, up_DF, down_DF, rounding, 0, custom_kernel("MLP").kernel)
 
     y_BTD, pull = jax.vjp(run, x_BTD, up_DF, down_DF, largest_3)
     return y_BTD, *pull(g_BTD)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jspeed.kernels import OWN, attention_backends, own_kernels
+from jspeed.kernels import CUSTOM, attention_backends, custom_kernels
 from jspeed.kernels.preflight import checks
 from jspeed.model.custom_kernels import Attending, available
 from jspeed.parallel.mesh import make_mesh
@@ -24,7 +24,7 @@ def test_attention(backend, packed, width):
 @pytest.mark.parametrize("how", ["bounded", "tagged"])
 def test_cudnns_rows_and_tags(how):
     """Whose gradients are those of near keys alone."""
-    if not own_kernels(chip_of(jax.devices()[0])):
+    if not custom_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
     assert checks.attention_error("cudnn", 128, packed=True, **{how: True}) is None
 
@@ -35,11 +35,11 @@ def test_fp8():
     assert checks.fp8_error() is None
 
 
-@pytest.mark.parametrize("kernel", sorted(OWN))
-def test_own_kernels(kernel):
-    if not own_kernels(chip_of(jax.devices()[0])):
+@pytest.mark.parametrize("kernel", sorted(CUSTOM))
+def test_custom_kernels(kernel):
+    if not custom_kernels(chip_of(jax.devices()[0])):
         pytest.skip("not a Hopper GPU")
-    assert checks.own_kernel_error(kernel) is None
+    assert checks.custom_kernel_error(kernel) is None
 
 
 def test_collectives():

@@ -284,7 +284,7 @@ def interpreted(monkeypatch):
         pytest.param((2, 60), 0.003, marks=pytest.mark.slow),
     ],
 )
-def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before, rows):
+def test_products_by_custom_kernels_are_the_others_to_rounding(interpreted, before, rows):
     """Where sizes are whole blocks; where they are not it is the plain path."""
     rng = np.random.default_rng(0)
     x, w, g = (
@@ -308,7 +308,7 @@ def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x_largest", [None, 6.0])
-def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_largest):
+def test_mlp_in_fp8_by_custom_kernels_is_the_other_one_to_rounding(interpreted, x_largest):
     rng = np.random.default_rng(0)
     shapes = ((2, 128, 128), (128, 256), (128, 256), (2, 128, 128))
     x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)

@@ -1,5 +1,5 @@
-"""Sharded table lookup and its gradient against plain indexing in NumPy, and by own kernels against
-plain JAX."""
+"""Sharded table lookup and its gradient against plain indexing in NumPy, and by custom kernels
+against plain JAX."""
 
 from functools import partial
 

@@ -80,8 +80,8 @@ def test_flops(kernels):
     assert wider.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
 
 
-# As XLA writes calls of our own kernels for an A100, but for the kernel's code, and of another lane
-# and smaller blocks.
+# As XLA writes calls of our custom kernels for an A100, but for the kernel's code, and of another
+# lane and smaller blocks.
 OWN = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (q: bf16[2,100,3,64], first: s32[2,100]) -> bf16[2,100,3,64] {

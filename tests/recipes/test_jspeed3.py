@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.kernels import OWN
-from jspeed.model.custom_kernels import own_kernel
+from jspeed.kernels import CUSTOM
+from jspeed.model.custom_kernels import custom_kernel
 from jspeed.recipes import jspeed3, r92
 from jspeed.run.find_recipe import find
 
@@ -24,17 +24,21 @@ SIZES = (
 
 @pytest.mark.parametrize(
     ("training", "there", "used"),
-    [(True, set(OWN), True), (True, OWN.keys() - {"pointer"}, False), (False, set(OWN), False)],
+    [
+        (True, set(CUSTOM), True),
+        (True, CUSTOM.keys() - {"pointer"}, False),
+        (False, set(CUSTOM), False),
+    ],
 )
-def test_the_pointer_is_an_own_kernel_where_a_device_has_it(training, there, used):
-    """In the traced loss, at sizes that own kernels take; numbers are in tests/kernels."""
+def test_the_pointer_is_a_custom_kernel_where_a_device_has_it(training, there, used):
+    """In the traced loss, at sizes that custom kernels take; numbers are in tests/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
     shape = partial(jax.ShapeDtypeStruct, (1, 32))
     params = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.compute or jnp.float32)
         for path, spec in recipe.parameters.items()
     }
-    kernels = {name: own_kernel(name).kernel for name in there}
+    kernels = {name: custom_kernel(name).kernel for name in there}
     ctx = r.Context(recipe.stages[1], training, fp8="missing", kernels=kernels)
     arguments = params, shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)
     traced = str(jax.make_jaxpr(partial(recipe.loss, ctx=ctx))(*arguments))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.kernels import OWN, attention_backends
+from jspeed.kernels import CUSTOM, attention_backends
 from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.custom_kernels import own_kernel
+from jspeed.model.custom_kernels import custom_kernel
 from jspeed.model.positions import frequencies, yarn
 from jspeed.optim.schedules import jumps, through
 from jspeed.recipes import r92
@@ -252,19 +252,19 @@ def test_canonical_evaluation():
 
 
 @pytest.mark.parametrize("asked", ["auto", "off"])
-def test_the_field_for_own_kernels_holds_for_n_grams_too(asked):
+def test_the_field_for_custom_kernels_holds_for_n_grams_too(asked):
     recipe = find("r92", [f"OWN_KERNELS={asked}"]).recipe
-    assert [each.own_kernels for each in recipe.row_optimizers().values()] == [asked]
+    assert [each.custom_kernels for each in recipe.row_optimizers().values()] == [asked]
 
 
 INTERPRETED = "queries and keys", "XSA", "gradient of a norm"
 
 
 @pytest.mark.slow
-def test_own_kernels_around_attention_change_no_gradient(monkeypatch):
+def test_custom_kernels_around_attention_change_no_gradient(monkeypatch):
     """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks
     none."""
-    called, kernels = [], {name: own_kernel(name).kernel for name in OWN}
+    called, kernels = [], {name: custom_kernel(name).kernel for name in CUSTOM}
 
     def interpreted(name):
         run = kernels[name].run

@@ -75,7 +75,7 @@ def cuda_root(
     itself.
 
     ``packages`` are folders of sys.path. With CUDA 13's libraries there and no nvidia-cuda-nvcc
-    beside them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's. Own kernels may not
+    beside them, JAX 0.10 to 0.12 takes the folder called 'None' for CUDA's. Custom kernels may not
     compile then; with 0.11.2 they do.
     """
     folders = [path / "nvidia" / "cu13" for path in packages]

@@ -39,7 +39,10 @@ BENCHES = {
             " another program"
         ),
     ),
-    "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
+    "fused": (
+        "fused",
+        "Milliseconds of each custom kernel and of its reference, as XLA compiles it",
+    ),
     "quality": ("quality", "Recipes at width 128 on the same tokens: loss against tokens"),
     "layouts": ("layouts", "Which layouts each recipe takes, and why not the others"),
     "plans": (

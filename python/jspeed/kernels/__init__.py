@@ -1,8 +1,8 @@
 """Kernels for GPUs and TPUs, own ones and libraries': attention, QK-norm, XSA, FP8, MLPs, sums.
 
 Nothing else imports this folder: :mod:`jspeed.model.custom_kernels` finds it, and a run its
-``preflight``. A file states in ``OWN`` the kernels that replace parts of recipes, and in ``price``
-what its kernels cost.
+``preflight``. A file states in ``CUSTOM`` the kernels that replace parts of recipes, and in
+``price`` what its kernels cost.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jspeed.kernels import attention_backends
 from jspeed.model.custom_kernels import Backend, Chip
 
-OWN = {
+CUSTOM = {
     "FP8 casts": "fp8_cast",
     "MLP": "fused_mlp",
     "XSA": "own_value",
@@ -20,7 +20,8 @@ OWN = {
     "sums of rows": "row_sums",
     "update of rows": "row_sums",
 }
-"""Own kernels by their names in recipes: their files. Each is checked, used, left out by itself."""
+"""Custom kernels by their names in recipes: their files. Each is checked, used, left out by
+itself."""
 
 PRICED = frozenset(
     ("fused_attention", "fused_matmul", "pointer_attention", "row_sums", "splash_attention")
@@ -28,9 +29,9 @@ PRICED = frozenset(
 """Files whose kernels cost more, or less, than reading and writing their arrays once."""
 
 
-def own_kernels(chip: Chip) -> frozenset[str]:
-    """Return the names of own kernels that devices like ``chip`` have: all, on Hopper."""
-    return frozenset(OWN if chip.capability == attention_backends.HOPPER else ())
+def custom_kernels(chip: Chip) -> frozenset[str]:
+    """Return the names of custom kernels that devices like ``chip`` have: all, on Hopper."""
+    return frozenset(CUSTOM if chip.capability == attention_backends.HOPPER else ())
 
 
 def backends() -> Mapping[str, Backend]:

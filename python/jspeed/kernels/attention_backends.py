@@ -161,7 +161,7 @@ def triton(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with our own kernels (:mod:`jspeed.kernels.fused_attention`).
+    """Attend with our custom kernels (:mod:`jspeed.kernels.fused_attention`).
 
     They are for GPUs that no maintained library supports with documents
     (docs/reference/device_choices.md).
@@ -214,7 +214,7 @@ def splash(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with JAX's own kernels for TPUs (:mod:`jspeed.kernels.splash_attention`).
+    """Attend with JAX's custom kernels for TPUs (:mod:`jspeed.kernels.splash_attention`).
 
     Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not
     needed and no lane becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``.

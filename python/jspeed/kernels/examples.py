@@ -1,5 +1,5 @@
-"""What the examples of own kernels share: numbers, documents, and a function beside the same with a
-kernel, gradients included."""
+"""What the examples of custom kernels share: numbers, documents, and a function beside the same
+with a kernel, gradients included."""
 
 from functools import partial
 from typing import Any

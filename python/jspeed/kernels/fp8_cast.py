@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from jspeed.kernels.examples import normal
-from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
+from jspeed.model.custom_kernels import Case, CustomKernel, Kernel, Refused, Sizes
 
 BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a row of either copy
 WARPS = 8
@@ -103,4 +103,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     return {"FP8 casts": (kernel, plain, [*normal((sizes.tokens, sizes.width)), np.float32(0.01)])}
 
 
-OWN = (OwnKernel("FP8 casts", Kernel(cast, fits), examples),)
+CUSTOM = (CustomKernel("FP8 casts", Kernel(cast, fits), examples),)

@@ -19,7 +19,7 @@ from jspeed.kernels import fp8_cast
 from jspeed.kernels.examples import normal
 from jspeed.kernels.fused_matmul import LINE, ROWS, STRIP, WIDE, matmul
 from jspeed.model import fp8
-from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Sizes
+from jspeed.model.custom_kernels import Case, CustomKernel, Kernel, Sizes
 from jspeed.model.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, quantise
 from jspeed.model.mlp import MARGIN
 
@@ -239,4 +239,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     }
 
 
-OWN = (OwnKernel("MLP", Kernel(mlp, fits), examples),)
+CUSTOM = (CustomKernel("MLP", Kernel(mlp, fits), examples),)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal
-from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Sizes
+from jspeed.model.custom_kernels import Case, CustomKernel, Kernel, Sizes
 from jspeed.model.layers import inverse_rms, rms_norm
 
 TOKENS = 4  # at once
@@ -124,4 +124,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     return {"gradient": (norm_gradient, norm_gradient_reference, given)}
 
 
-OWN = (OwnKernel("gradient of a norm", Kernel(norm_gradient, fits), examples),)
+CUSTOM = (CustomKernel("gradient of a norm", Kernel(norm_gradient, fits), examples),)

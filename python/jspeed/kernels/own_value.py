@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal, with_gradients
 from jspeed.model.attention import without_own_value
-from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
+from jspeed.model.custom_kernels import Case, CustomKernel, Kernel, Refused, Sizes
 
 CHANNELS = 4096  # of each array in a program
 WARPS = 4
@@ -151,4 +151,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
 
 
 KERNEL = Kernel(subtract_own_value)
-OWN = (OwnKernel("XSA", KERNEL, examples),)
+CUSTOM = (CustomKernel("XSA", KERNEL, examples),)

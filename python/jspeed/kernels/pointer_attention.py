@@ -43,8 +43,8 @@ from jspeed.model.attention import find_documents
 from jspeed.model.custom_kernels import (
     Call,
     Case,
+    CustomKernel,
     Kernel,
-    OwnKernel,
     Price,
     Refused,
     Sizes,
@@ -264,4 +264,4 @@ def price(call: Call) -> Price:
 
 
 KERNEL = Kernel(shares)
-OWN = (OwnKernel("pointer", KERNEL, examples),)
+CUSTOM = (CustomKernel("pointer", KERNEL, examples),)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal, with_gradients
-from jspeed.model.custom_kernels import Case, Kernel, OwnKernel, Refused, Sizes
+from jspeed.model.custom_kernels import Case, CustomKernel, Kernel, Refused, Sizes
 from jspeed.model.positions import frequencies, queries_and_keys
 
 # parts of a head that are rotated with one another; a head may have two more, that are not
@@ -287,4 +287,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
 
 
 KERNEL = Kernel(norm_and_rotate)
-OWN = (OwnKernel("queries and keys", KERNEL, examples),)
+CUSTOM = (CustomKernel("queries and keys", KERNEL, examples),)

@@ -22,7 +22,16 @@ from jax.experimental.pallas import triton as plgpu
 
 from jspeed.kernels.examples import normal, with_gradients
 from jspeed.kernels.fused_attention import dot
-from jspeed.model.custom_kernels import Call, Case, Kernel, OwnKernel, Price, Refused, Sizes, label
+from jspeed.model.custom_kernels import (
+    Call,
+    Case,
+    CustomKernel,
+    Kernel,
+    Price,
+    Refused,
+    Sizes,
+    label,
+)
 from jspeed.optim import rows
 from jspeed.parallel import sharded_table
 from jspeed.parallel.lazy_table import Pending
@@ -230,7 +239,7 @@ def _ids(sizes: Sizes) -> np.ndarray:
     return ids
 
 
-OWN = (
-    OwnKernel("sums of rows", Kernel(sum_rows), examples_of_sums),
-    OwnKernel("update of rows", Kernel(row_adam), examples_of_updates),
+CUSTOM = (
+    CustomKernel("sums of rows", Kernel(sum_rows), examples_of_sums),
+    CustomKernel("update of rows", Kernel(row_adam), examples_of_updates),
 )

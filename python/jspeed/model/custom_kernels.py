@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     heads: int
 
 
-class OwnKernel(NamedTuple):
+class CustomKernel(NamedTuple):
     """A kernel that replaces a part of a recipe: its name in recipes and in run.json, and its parts
     by theirs, for the preflight."""
 
@@ -90,11 +90,11 @@ class Backend(NamedTuple):
 
 
 class Available(NamedTuple):
-    """What a device has: attention backends, the fastest first; own kernels; and a line on those
+    """What a device has: attention backends, the fastest first; custom kernels; and a line on those
     that it would have with another JAX."""
 
     attention: tuple[str, ...]
-    own: frozenset[str]
+    custom: frozenset[str]
     lacking: str | None
 
 
@@ -162,10 +162,10 @@ def backends() -> Mapping[str, Backend]:
     return folder.backends() if folder else {}
 
 
-def own_kernel(name: str) -> OwnKernel:
-    """Return an own kernel. Raises ImportError where this JAX lacks what it needs."""
+def custom_kernel(name: str) -> CustomKernel:
+    """Return a custom kernel. Raises ImportError where this JAX lacks what it needs."""
     lower_kernels_once()
-    return next(one for one in _file(import_module(FOLDER).OWN[name]).OWN if one.name == name)
+    return next(one for one in _file(import_module(FOLDER).CUSTOM[name]).CUSTOM if one.name == name)
 
 
 def available(chip: Chip, attending: Attending) -> Available:
@@ -173,14 +173,14 @@ def available(chip: Chip, attending: Attending) -> Available:
     folder = _folder()
     if folder is None:
         return Available(("xla",), frozenset(), None)
-    names = folder.own_kernels(chip)
+    names = folder.custom_kernels(chip)
     suited = {name: one for name, one in backends().items() if one.suits(chip, attending)}
-    files = {name: folder.OWN[name] for name in names}
+    files = {name: folder.CUSTOM[name] for name in names}
     files |= {name: one.file for name, one in suited.items() if one.file}
     broken = {name: why for name, file in files.items() if (why := _fault(file))}
     lacking = None
     if broken:
-        kinds = (("own kernels", broken.keys() & names), ("attention", broken.keys() - names))
+        kinds = (("custom kernels", broken.keys() & names), ("attention", broken.keys() - names))
         without = " and ".join(f"{kind} {', '.join(sorted(some))}" for kind, some in kinds if some)
         lacking = f"this JAX has no {next(iter(broken.values()))}: without {without}"
     return Available(

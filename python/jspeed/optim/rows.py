@@ -27,7 +27,7 @@ class RowTransformation(NamedTuple):
     """``init(table [V, D])`` and ``update(found, table, state, kernel) -> (table, state)``.
 
     ``found`` are lists of rows, some several times, and their gradients; rows from V on mean
-    nothing. Only named rows change. ``own_kernels`` is what a recipe's field OWN_KERNELS says.
+    nothing. Only named rows change. ``custom_kernels`` is what a recipe's field OWN_KERNELS says.
     ``rates(n)`` are those of the first n updates, fp32 ``[n]``, by the names that
     :meth:`jspeed.host_table.RowTable.update` has for them.
     """
@@ -36,7 +36,7 @@ class RowTransformation(NamedTuple):
     update: Callable[
         [Sequence[Pending], jax.Array, RowState, Kernel | None], tuple[jax.Array, RowState]
     ]
-    own_kernels: str = "off"
+    custom_kernels: str = "off"
     rates: Callable[[int], dict[str, jax.Array]] = lambda updates: {}
 
 
@@ -46,7 +46,7 @@ def row_adam(
     *,
     eps: float,
     weight_decay: optax.Schedule,
-    own_kernels: str = "off",
+    custom_kernels: str = "off",
 ) -> RowTransformation:
     """Adam with beta1 = 0 and the mean of squares over a row in place of its squares
     (modded-nanogpt, record 92).
@@ -91,7 +91,7 @@ def row_adam(
 
         return {name: each(schedule) for name, schedule in schedules.items()}
 
-    return RowTransformation(init, update, own_kernels, rates)
+    return RowTransformation(init, update, custom_kernels, rates)
 
 
 def _changed(

@@ -384,8 +384,8 @@ def warnings(
         )
     elif placement.device.attention == "triton":
         lines.append(
-            "attention is planned with jspeed's own kernels; they compile for this GPU but have not"
-            " run on one, and their efficiency is assumed to be cuDNN's"
+            "attention is planned with jspeed's custom kernels; they compile for this GPU but have"
+            " not run on one, and their efficiency is assumed to be cuDNN's"
         )
     elif placement.device.attention == "splash":
         lines.append(

@@ -260,7 +260,7 @@ class Common(NamedTuple):
 
     params: Params
     ctx: Context
-    kernel: Callable[[str], Any]  # an own kernel, where the devices have it
+    kernel: Callable[[str], Any]  # a custom kernel, where the devices have it
     documents: Documents
     values: list[Array]  # [B, T, D] of each value table: the tokens' rows
     mlp: Array  # [n, 2, D, F]; scaled where it is used
@@ -588,7 +588,7 @@ def row_optimizers() -> dict[str, RowTransformation]:
     _, _, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    adam = row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)
+    adam = row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, custom_kernels=OWN_KERNELS)
     return {"ngrams": adam}
 
 

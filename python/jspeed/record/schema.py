@@ -174,7 +174,7 @@ class Kernels(TypedDict):
 
     attention: str  # backend
     fp8: str  # native, emulated or missing
-    # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
+    # whether parts of the recipe ran in jspeed's custom kernels; older runs do not say
     own: NotRequired[bool]
     # of the last stage's program to kernels XLA did not make, by target
     calls: NotRequired[dict[str, AtLeastOne]]

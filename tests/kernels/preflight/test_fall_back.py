@@ -13,13 +13,13 @@ from rich.console import Console
 
 from jspeed.base import compiler
 from jspeed.errors import BadInput
-from jspeed.kernels import OWN as NAMES
+from jspeed.kernels import CUSTOM as NAMES
 from jspeed.kernels import attention_backends, own_value, pointer_attention
 from jspeed.kernels.preflight import checks
 from jspeed.kernels.preflight import fall_back as preflight
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.custom_kernels import Kernel, Refused, Sizes, own_kernel
+from jspeed.model.custom_kernels import Kernel, Refused, Sizes, custom_kernel
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import device
 from jspeed.run.find_recipe import find
@@ -153,7 +153,7 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
 
 
 @pytest.mark.parametrize("off", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monkeypatch):
+def test_tagged_documents_are_checked_where_custom_kernels_tag_them(off, said, monkeypatch):
     def without_a_table(q, k, v, *, offsets_BO, **rest):
         if offsets_BO is not None:
             return by_xla(q, k, v, offsets_BO=offsets_BO, **rest)
@@ -162,19 +162,21 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
 
     monkeypatch.setattr(attention_backends, "cudnn", without_a_table)
     monkeypatch.setattr(checks, "WINDOW", 30)
-    monkeypatch.setattr(checks, "own_kernel_error", lambda kernel: None)
-    there = with_cudnn(own_kernels=frozenset({"XSA", "queries and keys"}))
+    monkeypatch.setattr(checks, "custom_kernel_error", lambda kernel: None)
+    there = with_cudnn(custom_kernels=frozenset({"XSA", "queries and keys"}))
     found = preflight.preflight(RECIPE, on(one_device(), there), {"OWN_KERNELS": "auto"}, said)
     kinds = ["packed", "packed, a longest document"]
-    names = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "own kernel XSA"]
+    names = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "custom kernel XSA"]
     if not off:
         names += [
-            "own kernel queries and keys",
+            "custom kernel queries and keys",
             "attention cudnn, packed, documents tagged, heads of 128",
         ]
     assert found.checks == tuple(names)
-    assert found.device.own_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
-    assert ("own kernel queries and keys: the output is off by 1.0" in said.file.getvalue()) == off
+    assert found.device.custom_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
+    assert (
+        "custom kernel queries and keys: the output is off by 1.0" in said.file.getvalue()
+    ) == off
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
@@ -202,11 +204,11 @@ def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatc
     )
 
 
-OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"pointer", "XSA"}))
+OWN = device.Device("gpu", "xla", "missing", 512, custom_kernels=frozenset({"pointer", "XSA"}))
 
 
 @pytest.fixture
-def own_kernels(monkeypatch):
+def custom_kernels(monkeypatch):
     """Two that are right: of the others most have no interpreter within ``jax.jit``."""
     for module in pointer_attention, own_value:
         run = functools.partial(module.KERNEL.run, interpret=True)
@@ -215,19 +217,22 @@ def own_kernels(monkeypatch):
 
 
 @pytest.mark.slow
-def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
+def test_custom_kernels_fall_to_xla_unless_they_were_asked_for(custom_kernels, said, monkeypatch):
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device == OWN and found.checks[-2:] == ("own kernel XSA", "own kernel pointer")
+    assert found.device == OWN and found.checks[-2:] == (
+        "custom kernel XSA",
+        "custom kernel pointer",
+    )
     assert not said.file.getvalue()
     right = pointer_attention.KERNEL.run
     wrong = Kernel(lambda *a: [a_percent_off(x) for x in right(*a)])
     monkeypatch.setattr(pointer_attention, "KERNEL", wrong)
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device.own_kernels == {"XSA"} and found.checks[-1] == "own kernel XSA"
+    assert found.device.custom_kernels == {"XSA"} and found.checks[-1] == "custom kernel XSA"
     assert found.record()["own"]
     [line] = said.file.getvalue().splitlines()
-    assert "own kernel pointer: shares, result 1, is off by " in line
-    assert line.endswith("attention by xla; XLA's instead of own kernel pointer")
+    assert "custom kernel pointer: shares, result 1, is off by " in line
+    assert line.endswith("attention by xla; XLA's instead of custom kernel pointer")
     with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* pointer: shares"):
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
     assert (
@@ -236,15 +241,15 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
     )
 
 
-def test_a_step_that_own_kernels_do_not_fit_does_without(said):
+def test_a_step_that_custom_kernels_do_not_fit_does_without(said):
     def build(placement):
-        if placement.device.own_kernels:
+        if placement.device.custom_kernels:
             raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
         return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
-    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernel XSA"))
+    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "custom kernel XSA"))
     _, found = preflight.compile_or_fall_back(RECIPE, start, {}, said, build)
-    assert not found.device.own_kernels and found.checks == ("attention xla",)
+    assert not found.device.custom_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (pointer kernel: width" in said.file.getvalue()
     with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* compiled .*: width"):
         preflight.compile_or_fall_back(RECIPE, start, {"OWN_KERNELS": "on"}, said, build)
@@ -374,11 +379,11 @@ def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
             check()
 
 
-def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
+def test_every_custom_kernel_has_results_of_the_shapes_of_plain_jax():
     """At the sizes of the preflight, traced alone: numbers are in tests/kernels, compilers in
     tests/aot."""
     for name in NAMES:
-        kernel = own_kernel(name)
+        kernel = custom_kernel(name)
         assert kernel.name == name
         for part, (own, plain, arrays) in kernel.examples(checks.KERNEL_SIZES).items():
             found, expected = (

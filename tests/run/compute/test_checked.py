@@ -34,7 +34,7 @@ def test_a_cpu_lacks_nothing(said):
 
 
 def test_a_gpu_takes_plain_xla_in_one_line(said):
-    gpu = Device("gpu", "cudnn", "native", 512, fallbacks=("triton", "xla"), own_kernels=OWN)
+    gpu = Device("gpu", "cudnn", "native", 512, fallbacks=("triton", "xla"), custom_kernels=OWN)
     found = unchecked(RECIPE, on(gpu), {"FP8": "auto", "OWN_KERNELS": "auto"}, said)
     assert found.record() == {
         "attention": "xla",
@@ -42,12 +42,12 @@ def test_a_gpu_takes_plain_xla_in_one_line(said):
         "own": False,
         "checked": [],
         "refused": [
-            f"{name}: {NOBODY}" for name in ("attention cudnn", "own kernels", "FP8 matmuls")
+            f"{name}: {NOBODY}" for name in ("attention cudnn", "custom kernels", "FP8 matmuls")
         ],
     }
     assert not found.device.fallbacks
     [line] = said.file.getvalue().splitlines()
-    assert line == f"note: without attention cudnn, own kernels, FP8 matmuls: {NOBODY}"
+    assert line == f"note: without attention cudnn, custom kernels, FP8 matmuls: {NOBODY}"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,11 @@ def test_a_gpu_takes_plain_xla_in_one_line(said):
     [
         (Device("gpu", "cudnn", "missing", 512, asked=True), {}, "attention cudnn"),
         (Device("gpu", "xla", "native", 512), {"FP8": "on"}, "FP8 matmuls"),
-        (Device("gpu", "xla", "missing", 1, own_kernels=OWN), {"OWN_KERNELS": "on"}, "own kernels"),
+        (
+            Device("gpu", "xla", "missing", 1, custom_kernels=OWN),
+            {"OWN_KERNELS": "on"},
+            "custom kernels",
+        ),
     ],
 )
 def test_what_was_asked_for_is_refused(device, fields, name, said):

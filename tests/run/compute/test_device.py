@@ -309,7 +309,7 @@ KERNEL = Kernel(print)
         ("off", {"MLP"}, False),
     ],
 )
-def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
+def test_custom_kernels_are_used_in_training_where_they_run(asked, there, used):
     stage = find("stdlib", trace=False).recipe.stages[0]
     there = dict.fromkeys(there, KERNEL)
     found = Context(stage, training=True, kernels=there).kernel(asked, "MLP")
@@ -317,7 +317,7 @@ def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
     assert not Context(stage, training=False, kernels=there).kernel(asked, "MLP")
 
 
-def test_asked_own_kernels_that_do_not_run_are_a_sentence():
+def test_asked_custom_kernels_that_do_not_run_are_a_sentence():
     context = partial(Context, find("stdlib", trace=False).recipe.stages[0], training=True)
     there = context(kernels={"MLP": KERNEL})
     assert there.kernel("on", "MLP") == KERNEL

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.base.compiler import options_for
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
-from jspeed.model.custom_kernels import Run, Sizes, own_kernel
+from jspeed.model.custom_kernels import Run, Sizes, custom_kernel
 from jspeed.parallel.mesh import put
 
 LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
@@ -168,9 +168,9 @@ def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
     )
 
 
-def own_kernel_error(name: str) -> str | None:
-    """Compare all parts of an own kernel, and their gradients, with the same in plain JAX."""
-    for part, (kernel, plain, arrays) in own_kernel(name).examples(KERNEL_SIZES).items():
+def custom_kernel_error(name: str) -> str | None:
+    """Compare all parts of a custom kernel, and their gradients, with the same in plain JAX."""
+    for part, (kernel, plain, arrays) in custom_kernel(name).examples(KERNEL_SIZES).items():
         found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (kernel, plain))
         names = [f"{part}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT

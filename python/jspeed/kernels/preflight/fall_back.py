@@ -1,5 +1,5 @@
-"""Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend
-where one fails.
+"""Check attention, FP8, custom kernels and collectives before the clock; fall back to the next
+backend where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are
 seen here, on a small example, and the run takes the next backend. The examples are in
@@ -58,7 +58,7 @@ def preflight(
     wanted = {field for field in ("FP8", "OWN_KERNELS") if fields.get(field) in ("auto", "on")}
     native, own = (
         device.fp8 == "native" and "FP8" in wanted,
-        device.own_kernels and "OWN_KERNELS" in wanted,
+        device.custom_kernels and "OWN_KERNELS" in wanted,
     )
     if device.platform == "cpu" and device.attention == "xla" and not (native or own):
         return Preflight(placement)
@@ -66,7 +66,7 @@ def preflight(
     passed, refused, instead = [*result.checks], [*result.refused], ""
     for feature in [
         *[fp8_matmuls()] * native,
-        *(own_kernels(recipe, result.device) if own else ()),
+        *(custom_kernels(recipe, result.device) if own else ()),
     ]:
         reasons = (failure_of(name, check) for name, check in feature.checks.items())
         reason = next((text for text in reasons if text), None)
@@ -101,12 +101,12 @@ def fp8_matmuls() -> Feature:
     return Feature("FP8", "FP8 matmuls", its, lambda _: {"fp8": "missing"}, instead)
 
 
-def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
-    """The own kernels of ``device``, each by itself."""
+def custom_kernels(recipe: Recipe, device: Device) -> list[Feature]:
+    """The custom kernels of ``device``, each by itself."""
     found = []
-    for kernel in sorted(device.own_kernels):
-        name = f"own kernel {kernel}"
-        its = {name: partial(checks.own_kernel_error, kernel)}
+    for kernel in sorted(device.custom_kernels):
+        name = f"custom kernel {kernel}"
+        its = {name: partial(checks.custom_kernel_error, kernel)}
         if (
             kernel == "queries and keys"
             and device.attention == "cudnn"
@@ -122,7 +122,7 @@ def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
 
 
 def _without(kernel: str, device: Device) -> dict[str, Any]:
-    return {"own_kernels": device.own_kernels - {kernel}}
+    return {"custom_kernels": device.custom_kernels - {kernel}}
 
 
 def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
@@ -174,12 +174,12 @@ def compile_or_fall_back(
     console: Console,
     build: Build,
 ) -> tuple[Program, Preflight]:
-    """Make the run's program by ``build``. If that fails at the real shapes, drop own kernels, then
-    try the next backend. What it calls is counted (:func:`count_kernels`).
+    """Make the run's program by ``build``. If that fails at the real shapes, drop custom kernels,
+    then try the next backend. What it calls is counted (:func:`count_kernels`).
 
     All processes use the same backend, and none continues before all have compiled: gloo
-    collectives time out after 30 s. Raises :class:`BadInput` for a backend or own kernels that were
-    asked for (by the recipe's ``fields``), and what ``build`` raises.
+    collectives time out after 30 s. Raises :class:`BadInput` for a backend or custom kernels that
+    were asked for (by the recipe's ``fields``), and what ``build`` raises.
     """
     while True:
         device = checked.device
@@ -188,26 +188,28 @@ def compile_or_fall_back(
             try:
                 program = build(checked.placement)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
-                if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
+                if (device.attention == "xla" and not device.custom_kernels) or out_of_memory(
+                    caught
+                ):
                     raise
                 error, failure = caught, first_line(caught)
         tried = (
-            f"compiled with {device.attention}, own kernels"
-            f" {', '.join(sorted(device.own_kernels)) or 'none'}"
+            f"compiled with {device.attention}, custom kernels"
+            f" {', '.join(sorted(device.custom_kernels)) or 'none'}"
         )
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, count_kernels(program, checked, fields, console)
-        own = bool(device.own_kernels)
+        own = bool(device.custom_kernels)
         check_may_drop(device, fields, reason, error)
         refused = (
-            f"{'own kernels' if own else f'attention {device.attention}'}: the step cannot be"
+            f"{'custom kernels' if own else f'attention {device.attention}'}: the step cannot be"
             f" compiled with {'them' if own else 'it'} ({reason})"
         )
         checked = with_less(recipe, checked, refused)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
         instead = (
-            "XLA's instead of own kernels" if own else f"attention by {checked.device.attention}"
+            "XLA's instead of custom kernels" if own else f"attention by {checked.device.attention}"
         )
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
@@ -215,13 +217,14 @@ def compile_or_fall_back(
 def check_may_drop(
     device: Device, fields: Mapping[str, Any], reason: str | None, error: Exception | None
 ) -> None:
-    """Raise :class:`BadInput`, for a ``reason``, where own kernels or a backend were asked for."""
-    if device.own_kernels and fields.get("OWN_KERNELS") == "on":
+    """Raise :class:`BadInput`, for a ``reason``, where custom kernels or a backend were asked
+    for."""
+    if device.custom_kernels and fields.get("OWN_KERNELS") == "on":
         raise BadInput(
-            "field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels"
+            "field OWN_KERNELS is 'on' but the step cannot be compiled with custom kernels"
             f" ({reason}); set OWN_KERNELS=auto or OWN_KERNELS=off"
         ) from error
-    if not device.own_kernels and not device.fallbacks:
+    if not device.custom_kernels and not device.fallbacks:
         raise BadInput(
             f"--attention {device.attention}: the step cannot be compiled with it ({reason});"
             " choose another one, or leave the flag out"
@@ -229,12 +232,12 @@ def check_may_drop(
 
 
 def with_less(recipe: Recipe, checked: Preflight, refused: str) -> Preflight:
-    """Return ``checked`` without own kernels, or if there are none with the next backend that
+    """Return ``checked`` without custom kernels, or if there are none with the next backend that
     works; ``refused`` says why."""
-    device, own = checked.device, bool(checked.device.own_kernels)
-    dropped = "own kernel" if own else f"attention {device.attention}"
+    device, own = checked.device, bool(checked.device.custom_kernels)
+    dropped = "custom kernel" if own else f"attention {device.attention}"
     others = tuple(name for name in checked.checks if not name.startswith(dropped))
-    less: dict[str, Any] = {"own_kernels": frozenset()}
+    less: dict[str, Any] = {"custom_kernels": frozenset()}
     if not own:
         less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
     again = checked.checks and not own  # not with --no-preflight

@@ -1,4 +1,4 @@
-"""What this room adds to a run: attention, FP8 and own kernels, each checked first."""
+"""What this room adds to a run: attention, FP8 and custom kernels, each checked first."""
 
 from dataclasses import replace
 

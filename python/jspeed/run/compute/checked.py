@@ -48,7 +48,7 @@ class Preflight:
         said: Kernels = {
             "attention": self.device.attention,
             "fp8": self.device.fp8,
-            "own": bool(self.device.own_kernels),
+            "own": bool(self.device.custom_kernels),
             "checked": list(self.checks),
             "refused": list(self.refused),
         }
@@ -58,7 +58,7 @@ class Preflight:
 def unchecked(
     recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console
 ) -> Preflight:
-    """Return ``placement`` with XLA's attention and without own kernels and FP8 matmuls, which
+    """Return ``placement`` with XLA's attention and without custom kernels and FP8 matmuls, which
     nobody here checks; say so where the device has them and the recipe's ``fields`` take them.
 
     Raises :class:`BadInput` where they were asked for (``--attention``, ``FP8=on``,
@@ -68,7 +68,7 @@ def unchecked(
     taken = device.fp8 == "native" and fp8 in ("auto", "on")
     parts = (
         (f"attention {device.attention}", device.attention != "xla", device.asked),
-        ("own kernels", bool(device.own_kernels), own == "on"),
+        ("custom kernels", bool(device.custom_kernels), own == "on"),
         ("FP8 matmuls", taken, fp8 == "on"),
     )
     lost = [name for name, there, _ in parts if there]
@@ -81,7 +81,7 @@ def unchecked(
         )
     console.print(f"note: without {', '.join(lost)}: {NOBODY}", markup=False, soft_wrap=True)
     refused = tuple(f"{name}: {NOBODY}" for name in lost)
-    plain = {"attention": "xla", "fallbacks": (), "own_kernels": frozenset[str]()}
+    plain = {"attention": "xla", "fallbacks": (), "custom_kernels": frozenset[str]()}
     fp8 = "missing" if taken else device.fp8
     return Preflight(placement, refused=refused).with_device(fp8=fp8, **plain)
 

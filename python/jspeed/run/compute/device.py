@@ -38,7 +38,7 @@ class Device:
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none
     where it was ``asked`` for. ``note`` is what a user should know of a device that is used without
-    kernels of its own. ``own_kernels``: jspeed's, that may replace parts of the recipe
+    kernels of its own. ``custom_kernels``: jspeed's, that may replace parts of the recipe
     (OWN_KERNELS).
     """
 
@@ -50,7 +50,7 @@ class Device:
     fallbacks: tuple[str, ...] = ()
     asked: bool = False
     note: str | None = None
-    own_kernels: frozenset[str] = frozenset()
+    custom_kernels: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ def device_of(
         fallbacks=tuple(rest),
         asked=attention is not None,
         note="; ".join(filter(None, notes)) or None,
-        own_kernels=there.own,
+        custom_kernels=there.custom,
     )
 
 
 def with_kernels_asked_for(device: Device, fields: Mapping[str, Any]) -> Device:
-    """Return ``device`` without own kernels unless OWN_KERNELS among the recipe's ``fields`` asks
-    for them."""
+    """Return ``device`` without custom kernels unless OWN_KERNELS among the recipe's ``fields``
+    asks for them."""
     return (
         device
         if fields.get("OWN_KERNELS") in ("auto", "on")
-        else replace(device, own_kernels=frozenset())
+        else replace(device, custom_kernels=frozenset())
     )
 
 
@@ -199,7 +199,7 @@ def micro_batch_of(memory: int | None) -> int:
 
 def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
     """Return (names, explanation) of what computes attention, with a recipe's FP8 field ``fp8`` FP8
-    matmuls, and what has own kernels."""
+    matmuls, and what has custom kernels."""
     names, words = [device.attention], ["attention backend"]
     if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
         names.append("FP8 off")
@@ -209,9 +209,9 @@ def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
         names.append(f"FP8 {device.fp8}")
         emulated = "rounded to FP8, multiplied in the compute dtype: no faster"
         words.append(f"FP8 matmuls, {'on tensor cores' if device.fp8 == 'native' else emulated}")
-    if device.own_kernels:
-        names.append("own kernels")
-        words.append("parts of the recipe in jspeed's own kernels")
+    if device.custom_kernels:
+        names.append("custom kernels")
+        words.append("parts of the recipe in jspeed's custom kernels")
     return ", ".join(names), "; ".join(words)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspeed.base.compiler import Build, anew, compiled, measured, memory_needed
 from jspeed.errors import BadInput
-from jspeed.model.custom_kernels import own_kernel
+from jspeed.model.custom_kernels import custom_kernel
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_lazy
@@ -377,7 +377,7 @@ def trace_step(
 
 def step_context(stage: Stage, device: Device) -> Context:
     """What a training step of ``stage`` runs in."""
-    kernels = {name: own_kernel(name).kernel for name in device.own_kernels}
+    kernels = {name: custom_kernel(name).kernel for name in device.custom_kernels}
     return Context(stage, True, attention=device.attention, fp8=device.fp8, kernels=kernels)
 
 

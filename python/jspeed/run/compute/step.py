@@ -229,7 +229,7 @@ def lazy_updates(
         if path not in tables or due % every[path].every:
             continue
         lists = accumulators.by_path(recipe, grads)[path]
-        kernel = ctx.kernel(optimizer.own_kernels, "update of rows")
+        kernel = ctx.kernel(optimizer.custom_kernels, "update of rows")
         arrays = lists, tables[path], rows[path], kernel
         tables[path], rows[path] = kind_of(every[path]).updated(
             mesh, placed[path], optimizer.update, *arrays
