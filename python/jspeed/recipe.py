@@ -39,8 +39,8 @@ class ParamSpec:
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``:
     as stored), cast once a step. ``padding`` matrices at the end of a bank are unused; they make
     its length a multiple of the devices that share it. FLOPs leave out ``unread`` numbers.
-    ``every`` is the steps between two updates; the gradients of all of them are summed. ``twin`` is
-    the name of the parameter whose initial value this one copies.
+    ``every`` is the steps between two updates; the gradients of all of them are summed.
+    ``init_like`` names the parameter whose initial value this one copies.
 
     A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its
     rows, in one call of ``Context.fetch``. Its own optimizer (``Recipe.row_optimizers``) reads and
@@ -61,7 +61,7 @@ class ParamSpec:
     padding: CountOrZero = 0
     dtype: Any = jnp.float32
     every: Count = 1
-    twin: str | None = None
+    init_like: str | None = None
     lookups: CountOrZero = 0
     unread: CountOrZero = 0
     summed: bool = False
@@ -361,11 +361,11 @@ def without_lazy(recipe: Recipe, tree: Any) -> Any:
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
-    """Draw every parameter, each with its own key (its index in the table folded in), or its
-    twin's."""
+    """Draw every parameter, each with its own key (its index in the table folded in), or that of
+    the one that it is ``init_like``."""
     rows = leaves(parameters)
     index = {path: n for n, (path, _) in enumerate(rows)}
-    keys = [jax.random.fold_in(key, index[spec.twin or path]) for path, spec in rows]
+    keys = [jax.random.fold_in(key, index[spec.init_like or path]) for path, spec in rows]
     arrays = [
         spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)
     ]

@@ -22,15 +22,15 @@ from jspeed.speedrun.heads import attention_in_pairs
 
 from ..run.compute.steps import mesh_of
 from ..toys import TOYS, moved_parameters
-from . import cudnn_twin
+from . import fake_cudnn
 
 BOS = 5
 HEADS, WIDTH = 2, 8
 
 
 @pytest.fixture
-def twin(monkeypatch):
-    cudnn_twin.put_in_place(monkeypatch)
+def fake(monkeypatch):
+    fake_cudnn.put_in_place(monkeypatch)
 
 
 def lanes_of(lengths, shape):
@@ -150,7 +150,7 @@ FEW = [(None, None, False), (7, None, True), (None, 5, True), (7, 5, False)]
     ("window", "near", "paired"),
     [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES if c not in FEW)],
 )
-def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, paired):
+def test_output_and_gradients_are_those_of_plain_attention(fake, window, near, paired):
     """Documents across the borders of rows, lanes of different numbers of them, in one program with
     its gradients."""
     tokens = lanes_of([1, 24, 3, 24, 12, 20, 24, 20, 5, 7, 24, 24, 4], (3, 64))
@@ -169,7 +169,7 @@ def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, p
 
 
 @pytest.mark.parametrize(("window", "near"), [(None, 5), (7, 5)])
-def test_gradients_of_near_keys_alone_in_whole_lanes(twin, window, near):
+def test_gradients_of_near_keys_alone_in_whole_lanes(fake, window, near):
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 3, 16, HEADS, WIDTH)).astype(np.float32)
 
     @partial(jax.jit, static_argnums=0)
@@ -183,7 +183,7 @@ def test_gradients_of_near_keys_alone_in_whole_lanes(twin, window, near):
 
 
 @pytest.mark.parametrize("wrong", ["too many", "too long"])
-def test_only_a_lane_with_too_many_documents_is_nan(twin, wrong):
+def test_only_a_lane_with_too_many_documents_is_nan(fake, wrong):
     tokens = lanes_of([4] * 16 if wrong == "too many" else [8, 40, 16], (3, 64))
     tokens[1:] = lanes_of([24, 24, 16], (1, 64))
     q, k, v, _ = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
@@ -212,7 +212,7 @@ SETS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts"), [("r29", 2), ("r89", 8)])
-def test_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
+def test_gradients_and_evaluation_are_those_of_plain_attention(fake, name, parts):
     """One lane at once, and pieces of one; evaluation of two knows its longest document too."""
     recipe = find(name, SETS[name]).recipe
     stage, draw = recipe.stages[-1], np.random.default_rng(0)

@@ -102,7 +102,7 @@ def filled(recipe: Recipe, seed: int = 0) -> dict[str, Any]:
     tree = {}
     for name, spec in leaves(recipe.parameters):
         # its numbers never change
-        rng = np.random.RandomState([seed, crc32((spec.twin or name).encode())])
+        rng = np.random.RandomState([seed, crc32((spec.init_like or name).encode())])
         usual = 0.0, spec.shape[-2] ** -0.5 if "matrix" in spec.axes else SPREAD
         mean, spread = VALUES.get(name, usual)
         value = np.asarray(mean + spread * rng.standard_normal(spec.shape), np.float32)

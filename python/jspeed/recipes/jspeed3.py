@@ -229,7 +229,9 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 # ATTENDING; narrow layers read the first half of each head. Bank "values_outs": value and output of
 # each; bank "mlp": up and down of each in FEEDS, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec(WORDS, ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "embed": ParamSpec(
+        WORDS, ("token", "model"), tiny, "words", COMPUTE, every=2, init_like="head"
+    ),
     "head": ParamSpec(WORDS, ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
         VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True

@@ -132,7 +132,7 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 # the next, ...; the bank "mlp" up and down of every layer, down transposed.
 PARAMETERS = {
     "embed": ParamSpec(
-        (VOCAB, WIDTH), ("token", "model"), normal, "words", COMPUTE, every=2, twin="head"
+        (VOCAB, WIDTH), ("token", "model"), normal, "words", COMPUTE, every=2, init_like="head"
     ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "words", COMPUTE, every=2),
     "values": ParamSpec(

@@ -170,7 +170,7 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 # of every layer, down transposed.
 PARAMETERS = {
     "embed": ParamSpec(
-        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"
+        (VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, init_like="head"
     ),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(

@@ -109,8 +109,8 @@ def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec
         yield "has lookups; give it axes ('row', ...), no compute dtype and no padding"
     if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
         yield "is summed; give it axes ('token', 'table', ...) and every of 2 or more"
-    if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
-        yield f"has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
+    if spec.init_like and (spec.init_like not in rows or rows[spec.init_like].shape != spec.shape):
+        yield f"has init_like '{spec.init_like}', which is not a parameter of shape {spec.shape}"
 
 
 def _problems_of_stages(recipe: Recipe) -> Iterator[str]:

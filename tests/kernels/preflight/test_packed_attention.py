@@ -18,7 +18,7 @@ from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ...data.on_disk import shard_bytes
-from ...kernels import cudnn_twin
+from ...kernels import fake_cudnn
 from ...toys import TOYS
 
 BOS, LONGEST = 5, 40  # validation documents are not cut at MAX_DOC_LEN
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypatch, capsys):
-    """cuDNN's place is taken by its twin. The causality probe changes documents, and passes."""
+    """cuDNN's place is taken by its fake. The causality probe changes documents, and passes."""
     rows = []
 
     def row_length(tokens, longest):
@@ -48,7 +48,7 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
         return whole(tokens, longest)
 
     whole = packed_cudnn.row_length
-    cudnn_twin.put_in_place(monkeypatch)
+    fake_cudnn.put_in_place(monkeypatch)
     monkeypatch.setattr(packed_cudnn, "row_length", row_length)
     monkeypatch.setattr(checks, "LENGTH", 104)
     monkeypatch.setattr(checks, "WINDOW", 30)

@@ -13,7 +13,7 @@ from jspeed.kernels import attention_backends, packed_cudnn
 
 
 def put_in_place(patch: pytest.MonkeyPatch) -> None:
-    """Let jspeed call the twin where it would call cuDNN, in any float type, so that no rounding
+    """Let jspeed call the fake where it would call cuDNN, in any float type, so that no rounding
     hides a difference; what cuDNN would leave unwritten is NaN."""
     patch.setattr(attention_backends, "_check", lambda *_, **__: None)
     patch.setattr(fused, "check_cudnn_version", lambda: 92800)
