@@ -49,7 +49,7 @@ class ParamSpec:
     the rows that its tokens name (``Recipe.named_rows``), and updates them.
 
     Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone
-    reads, once, may be ``summed``: in fp32, each step adding the rows that its tokens name. Other
+    reads, once, may have ``grad_accum_fp32``: each step adding the rows that its tokens name. Other
     gradients are as large as the tables.
     """
 
@@ -64,7 +64,7 @@ class ParamSpec:
     init_like: str | None = None
     lookups: CountOrZero = 0
     unread: CountOrZero = 0
-    summed: bool = False
+    grad_accum_fp32: bool = False
     on_host: bool = False
 
     @property

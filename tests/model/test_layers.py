@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.model.layers import (
-    Summed,
+    Fp32Accumulated,
     layer_norm,
     look_up_all,
     lookup,
@@ -79,7 +79,7 @@ def test_sums_of_tables_take_the_gradients_of_a_look_up():
 
     @jax.jit
     def both(sums, grads):
-        found, pull = jax.vjp(lambda s: look_up_all(Summed(tables, s), tokens), sums)
+        found, pull = jax.vjp(lambda s: look_up_all(Fp32Accumulated(tables, s), tokens), sums)
         return found, look_up_all(tables, tokens), pull([*grads])[0]
 
     found, plain, gradient = both(sums.astype(np.float32), grads)

@@ -32,7 +32,7 @@ def test_blend_of_scalars_and_tokens():
 
 
 def test_gradients_of_a_scalar_that_weighs_all_tokens():
-    """Summed over channels first, then over tokens: to rounding the sum over all."""
+    """Fp32Accumulated over channels first, then over tokens: to rounding the sum over all."""
     x, y, g = np.random.default_rng(0).normal(size=(3, 2, 3, 4))
     found = jax.grad(lambda c: jnp.sum(blend((c, jnp.asarray(x)), (1, jnp.asarray(y))) * g))
     for dtype in (jnp.float32, jnp.bfloat16):

@@ -43,21 +43,22 @@ look_up_each.defvjp(
 )
 
 
-class Summed(NamedTuple):
+class Fp32Accumulated(NamedTuple):
     """N tables side by side, ``[V, N, D]``, and fp32 sums of their gradients in earlier steps."""
 
     tables_VND: jax.Array
     sums_VND: jax.Array
 
 
-def look_up_all(tables: jax.Array | Summed, tokens_BT: jax.Array) -> list[jax.Array]:
+def look_up_all(tables: jax.Array | Fp32Accumulated, tokens_BT: jax.Array) -> list[jax.Array]:
     """Return rows ``tokens_BT`` of each of N tables side by side, ``[V, N, D]``, as :func:`lookup`
     does.
 
-    Of :class:`Summed` tables the sums have the gradient, which is these sums with the rows of this
-    step's gradients added, in place: no pass over whole tables. They can be read once in a program.
+    Of :class:`Fp32Accumulated` tables the sums have the gradient, which is these sums with the rows
+    of this step's gradients added, in place: no pass over whole tables. They can be read once in a
+    program.
     """
-    if not isinstance(tables, Summed):
+    if not isinstance(tables, Fp32Accumulated):
         return [lookup(tables[:, number], tokens_BT) for number in range(tables.shape[1])]
     return _look_up_all(tables.sums_VND, jax.lax.stop_gradient(tables.tables_VND), tokens_BT)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jspeed.model.layers import Summed
+from jspeed.model.layers import Fp32Accumulated
 from jspeed.parallel import lazy_table
 from jspeed.parallel.layout import owned, reduce_gradient, sharded_dim
 from jspeed.parallel.lazy_table import Pending, Sink, pending, sink_size
@@ -103,7 +103,7 @@ class Dense:
         return grad, old if due else grad[None]
 
 
-class SummedTables(Dense):
+class Fp32AccumulatedTables(Dense):
     """Tables side by side whose accumulated gradient is fp32 and grows in place, by the rows that
     tokens name (:func:`jspeed.model.layers.look_up_all`): it holds that of earlier steps too."""
 
@@ -111,32 +111,34 @@ class SummedTables(Dense):
         super().__init__(spec)
         self.sums = jnp.float32
 
-    def leaf(self, p: Summed, tokens: int, owners: int) -> Any:
+    def leaf(self, p: Fp32Accumulated, tokens: int, owners: int) -> Any:
         return p.sums_VND
 
-    def read(self, p: Summed, leaf: Any) -> Summed:
+    def read(self, p: Fp32Accumulated, leaf: Any) -> Fp32Accumulated:
         return p._replace(sums_VND=leaf)
 
-    def first(self, p: Summed) -> Any:
+    def first(self, p: Fp32Accumulated) -> Any:
         return p.sums_VND
 
-    def seeded(self, p: Summed, total: Any) -> Summed:
+    def seeded(self, p: Fp32Accumulated, total: Any) -> Fp32Accumulated:
         return p._replace(sums_VND=total)
 
     def added(self, total: Any, grad: Any) -> Any:
         return grad
 
-    def joined(self, p: Summed, total: Any, lists: Any) -> Any:
+    def joined(self, p: Fp32Accumulated, total: Any, lists: Any) -> Any:
         return total
 
-    def loaded(self, copy: Any, sums: Any) -> Summed:
-        return Summed(copy, jnp.zeros(self.spec.shape, jnp.float32) if sums is None else sums[0])
+    def loaded(self, copy: Any, sums: Any) -> Fp32Accumulated:
+        return Fp32Accumulated(
+            copy, jnp.zeros(self.spec.shape, jnp.float32) if sums is None else sums[0]
+        )
 
-    def copy_of(self, loaded: Summed) -> Any:
+    def copy_of(self, loaded: Fp32Accumulated) -> Any:
         return loaded.tables_VND
 
     def accumulated(
-        self, loaded: Summed, old: Any, grad: Any, age: int, due: bool
+        self, loaded: Fp32Accumulated, old: Any, grad: Any, age: int, due: bool
     ) -> tuple[Any, Any]:
         return grad.astype(loaded.tables_VND.dtype), grad[None]
 
@@ -216,4 +218,4 @@ def kind_of(spec: ParamSpec) -> Any:
         return OnHost()
     if spec.lookups:
         return Rows(spec)
-    return SummedTables(spec) if spec.summed else Dense(spec)
+    return Fp32AccumulatedTables(spec) if spec.grad_accum_fp32 else Dense(spec)

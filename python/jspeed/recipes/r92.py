@@ -224,7 +224,7 @@ PARAMETERS = {
     ),
     "head": ParamSpec(WORDS, ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
-        VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
+        VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, grad_accum_fp32=True
     ),
     "ngrams": ParamSpec(
         (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2

@@ -107,8 +107,8 @@ def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec
         spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
     ):
         yield "has lookups; give it axes ('row', ...), no compute dtype and no padding"
-    if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
-        yield "is summed; give it axes ('token', 'table', ...) and every of 2 or more"
+    if spec.grad_accum_fp32 and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
+        yield "has grad_accum_fp32; give it axes ('token', 'table', ...) and every of 2 or more"
     if spec.init_like and (spec.init_like not in rows or rows[spec.init_like].shape != spec.shape):
         yield f"has init_like '{spec.init_like}', which is not a parameter of shape {spec.shape}"
 

@@ -193,7 +193,7 @@ def test_summed_tables_train_as_others_do(devices, lanes_at_once):
 
     def trained(summed):
         axes = ("token", "table", "model")
-        spec = ParamSpec((264, 2, 8), axes, normal(1.0), "values", every=2, summed=summed)
+        spec = ParamSpec((264, 2, 8), axes, normal(1.0), "values", every=2, grad_accum_fp32=summed)
         recipe = with_table({"values": spec}, loss, 0.1)
         state, losses = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 4))
         return state["params"]["values"], losses

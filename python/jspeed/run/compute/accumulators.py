@@ -4,8 +4,9 @@ between steps.
 Such parameters are all-gathered once, and their gradients reduce-scattered once, between two
 updates. Until then each device carries the gathered copies, where they are not the parameter
 itself, and its accumulated gradients, both in the compute dtype. Gradients of tables that are
-``summed`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it carries
-the rows that the steps have named and their gradients, one list for each step (``Pending`` of
+``grad_accum_fp32`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it
+carries the rows that the steps have named and their gradients, one list for each step (``Pending``
+of
 :mod:`jspeed.parallel.lazy_table`).
 """
 
@@ -63,8 +64,8 @@ def load(recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any) -
     """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first
     step after an update.
 
-    Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their
-    gradients, then zeros.
+    Nothing then reads their all-gather, so XLA removes it. Fp32Accumulated tables get the sums of
+    their gradients, then zeros.
     """
     kept = _carried(recipe, stage, phase, carried.get("whole", {}))
     sums = _carried(recipe, stage, phase, carried.get("sums", {}))
