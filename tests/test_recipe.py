@@ -66,7 +66,7 @@ def test_every_recipe_reads_its_tables_and_counts_what_it_stores(recipe):
     for path, spec in r.leaves(recipe.parameters):
         if "row" in spec.axes:
             reads = table[path]["reads"]
-            assert reads == spec.lookups if spec.lookups else reads >= 1
+            assert reads == spec.sparse_rows if spec.sparse_rows else reads >= 1
 
 
 def test_a_cast_table_is_known_by_its_shape():

@@ -42,11 +42,11 @@ class ParamSpec:
     ``every`` is the steps between two updates; the gradients of all of them are summed.
     ``init_like`` names the parameter whose initial value this one copies.
 
-    A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its
-    rows, in one call of ``Context.fetch``. Its own optimizer (``Recipe.row_optimizers``) reads and
-    writes only rows that have been named. It may then be larger than what a gradient of its size
-    would leave room for. With ``on_host`` it is in no state and no program: the host gives a step
-    the rows that its tokens name (``Recipe.named_rows``), and updates them.
+    A table with a ``row`` axis is sparse where ``sparse_rows`` is not 0: each token names so many
+    of its rows, in one call of ``Context.fetch``. Its own optimizer (``Recipe.row_optimizers``)
+    reads and writes only rows that have been named. It may then be larger than what a gradient of
+    its size would leave room for. With ``on_host`` it is in no state and no program: the host gives
+    a step the rows that its tokens name (``Recipe.named_rows``), and updates them.
 
     Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone
     reads, once, may have ``grad_accum_fp32``: each step adding the rows that its tokens name. Other
@@ -62,15 +62,15 @@ class ParamSpec:
     dtype: Any = jnp.float32
     every: Count = 1
     init_like: str | None = None
-    lookups: CountOrZero = 0
+    sparse_rows: CountOrZero = 0
     unread: CountOrZero = 0
     grad_accum_fp32: bool = False
     on_host: bool = False
 
     @property
-    def lazy(self) -> bool:
-        """Whether the devices hold it and update it lazily."""
-        return self.lookups > 0 and not self.on_host
+    def sparse(self) -> bool:
+        """Whether it is a sparse table that the devices hold."""
+        return self.sparse_rows > 0 and not self.on_host
 
     def updated_after(self, stage: Stage) -> int:
         """Return the steps between two updates in ``stage``."""
@@ -248,9 +248,9 @@ class Recipe:
     ``heads``, the number of attention heads, is needed for an export as GPT-2. ``sample``: what to
     sample after a run. Where parameters have ``every`` above 1, ``optimizer().update`` is given
     ``due``: it updates those whose ``every`` divides it. ``row_optimizers()`` gives the optimizer
-    of each lazily updated table (:class:`jspeed.optim.rows`), which ``optimizer()`` does not see;
-    ``named_rows`` the function that gives the rows, int32 ``[B, lookups x T]``, which tokens ``[B,
-    T]`` name, as ``ctx.fetch`` is called with: such a table may lie in the host's memory.
+    of each sparse table (:class:`jspeed.optim.rows`), which ``optimizer()`` does not see;
+    ``named_rows`` the function that gives the rows, int32 ``[B, sparse_rows x T]``, which tokens
+    ``[B, T]`` name, as ``ctx.fetch`` is called with: such a table may lie in the host's memory.
     ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place after the
     last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
     evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be
@@ -292,9 +292,9 @@ class Recipe:
     pointer: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
 
     @property
-    def lazy(self) -> tuple[str, ...]:
-        """Paths of the tables that are updated lazily, on the devices."""
-        return tuple(path for path, spec in leaves(self.parameters) if spec.lazy)
+    def sparse(self) -> tuple[str, ...]:
+        """Paths of the sparse tables on the devices."""
+        return tuple(path for path, spec in leaves(self.parameters) if spec.sparse)
 
     @property
     def on_host(self) -> dict[str, ParamSpec]:
@@ -349,15 +349,15 @@ def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *tree
 
 
 def groups(parameters: Mapping[str, Any]) -> Any:
-    """Return the tree of optimizer group names that ``optax.partition`` takes, None for lazily
-    updated tables."""
-    return map_specs(lambda spec: None if spec.lookups else spec.group, parameters)
+    """Return the tree of optimizer group names that ``optax.partition`` takes, None for sparse
+    tables."""
+    return map_specs(lambda spec: None if spec.sparse_rows else spec.group, parameters)
 
 
-def without_lazy(recipe: Recipe, tree: Any) -> Any:
-    """Return ``tree`` with None in place of each lazily updated table: what ``recipe.optimizer()``
+def without_sparse(recipe: Recipe, tree: Any) -> Any:
+    """Return ``tree`` with None in place of each sparse table: what ``recipe.optimizer()``
     sees."""
-    return map_specs(lambda spec, part: None if spec.lookups else part, recipe.parameters, tree)
+    return map_specs(lambda spec, part: None if spec.sparse_rows else part, recipe.parameters, tree)
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jspeed.base.compiler import options_for
 from jspeed.kernels.row_sums import row_adam, sum_rows
 from jspeed.model.custom_kernels import Kernel
-from jspeed.parallel.lazy_table import Lazy, empty, read, sink_size
+from jspeed.parallel.sparse_rows import SparseTable, empty, read, sink_size
 from jspeed.plan import cost
 from jspeed.plan.cost import TRITON
 from jspeed.recipes import r92
@@ -64,7 +64,7 @@ def test_only_the_kernel_lies_between_gradients_and_all_to_all(mesh):
     def gradients(part_VD, ids_BT, grad_BTD):
         sink = empty(part_VD, IDS, DEVICES)
         return jax.vjp(
-            lambda sink: read(Lazy(part_VD, sink), ids_BT, "data", Kernel(sum_rows)), sink
+            lambda sink: read(SparseTable(part_VD, sink), ids_BT, "data", Kernel(sum_rows)), sink
         )[1](2 * grad_BTD)
 
     shapes = (

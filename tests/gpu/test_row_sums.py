@@ -7,8 +7,8 @@ import numpy as np
 from jspeed.kernels import row_sums
 from jspeed.model.custom_kernels import Kernel
 from jspeed.optim.rows import row_adam
-from jspeed.parallel.lazy_table import Pending
 from jspeed.parallel.sharded_table import fetch
+from jspeed.parallel.sparse_rows import Pending
 
 from ..model import dense
 

@@ -29,7 +29,7 @@ normal, zeros = initializers.normal(0.5), initializers.zeros
 PARAMETERS = {
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "all"),
     "rows": ParamSpec(
-        (ROWS, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=4, lookups=1
+        (ROWS, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=4, sparse_rows=1
     ),
     "zero": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "all", every=4),
 }

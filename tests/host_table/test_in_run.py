@@ -117,7 +117,7 @@ def test_pieces_of_lanes_train_as_lanes(of_documents):
 def test_each_table_has_updates_of_its_own(folder, tmp_path):
     """Of two tables, one is updated in every second step, and the other's gradients stay."""
     few = """    "few": ParamSpec(
-        (64, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=2, lookups=1
+        (64, WIDTH), ("row", "model"), zeros, "rows", dtype=COMPUTE, every=2, sparse_rows=1
     ),
 """
     adam = """    few = row_adam(falling, betas, eps=1e-8, weight_decay=lambda update: 2.0)

@@ -17,7 +17,7 @@ from jspeed import host_table
 from jspeed.errors import BadInput
 from jspeed.host_table import RowTable
 from jspeed.optim.rows import row_adam
-from jspeed.parallel.lazy_table import Pending
+from jspeed.parallel.sparse_rows import Pending
 
 BF16 = ml_dtypes.bfloat16
 RATES = {"learning_rate": 0.02, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.5}

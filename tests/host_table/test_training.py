@@ -7,7 +7,7 @@ import pytest
 
 from jspeed.host_table import RowTable, load, save
 from jspeed.optim.rows import row_adam
-from jspeed.parallel.lazy_table import Pending
+from jspeed.parallel.sparse_rows import Pending
 from jspeed.speedrun.ngrams import bigram_rows
 
 ROWS, WIDTH, VOCAB, STEPS = 4096, 32, 64, 60

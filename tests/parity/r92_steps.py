@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from jspeed.optim import averages
-from jspeed.parallel.lazy_table import Pending
-from jspeed.recipe import Recipe, without_lazy
+from jspeed.parallel.sparse_rows import Pending
+from jspeed.recipe import Recipe, without_sparse
 from jspeed.run.compute.accumulators import number_due
 
 from .original import Rank
@@ -32,7 +32,7 @@ class Ours:
             recipe.row_optimizers()["ngrams"],
         )
         self.params = dict(params)
-        self.state = self.optimizer.init(without_lazy(recipe, params))
+        self.state = self.optimizer.init(without_sparse(recipe, params))
         self.of_rows = self.rows.init(jnp.asarray(params["ngrams"]))
         self.means = averages.zeros(recipe.averages, jax.tree.map(jnp.asarray, self.params))
         self.sums: Tree = {}
@@ -41,7 +41,7 @@ class Ours:
     def _one(
         self, grads: Tree, params: Tree, state: Any, of_rows: Any, means: Any, number: Any, due: int
     ) -> Any:
-        dense, grads_of_dense = (without_lazy(self.recipe, tree) for tree in (params, grads))
+        dense, grads_of_dense = (without_sparse(self.recipe, tree) for tree in (params, grads))
         changes, state = self.optimizer.update(grads_of_dense, state, dense, due=due)
         new, table = optax.apply_updates(dense, changes), params["ngrams"]
         if due % 4 == 0:  # rows without a gradient stay as they are

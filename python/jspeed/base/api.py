@@ -121,7 +121,7 @@ NAMES = {
         "sharded_dim",
         "with_remat",
     ),
-    "jspeed.parallel.lazy_table": ("Pending",),
+    "jspeed.parallel.sparse_rows": ("Pending",),
     "jspeed.parallel.mesh": (
         "MOST_DEVICES",
         "batch_rows",
@@ -144,7 +144,7 @@ NAMES = {
         "init_parameters",
         "leaves",
         "map_specs",
-        "without_lazy",
+        "without_sparse",
     ),
     "jspeed.recipes": (
         "FOLDER",

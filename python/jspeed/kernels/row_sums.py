@@ -34,7 +34,7 @@ from jspeed.model.custom_kernels import (
 )
 from jspeed.optim import rows
 from jspeed.parallel import sharded_table
-from jspeed.parallel.lazy_table import Pending
+from jspeed.parallel.sparse_rows import Pending
 
 SUMS = 16  # of a program
 # at most, of a block; a program that changes a table does all, one that only sums does one block

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jspeed.model.custom_kernels import Kernel
-from jspeed.parallel.lazy_table import Pending, distinct, grouped, joined
+from jspeed.parallel.sparse_rows import Pending, distinct, grouped, joined
 
 # of rows as ``distinct`` gives them
 NAMED: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}

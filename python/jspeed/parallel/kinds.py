@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.model.layers import Fp32Accumulated
-from jspeed.parallel import lazy_table
+from jspeed.parallel import sparse_rows
 from jspeed.parallel.layout import owned, reduce_gradient, sharded_dim
-from jspeed.parallel.lazy_table import Pending, Sink, pending, sink_size
+from jspeed.parallel.sparse_rows import Pending, Sink, pending, sink_size
 from jspeed.recipe import ParamSpec
 
 EACH_DEVICE: Any = PartitionSpec("data")
@@ -144,7 +144,7 @@ class Fp32AccumulatedTables(Dense):
 
 
 class Rows(Dense):
-    """A lazily updated table (:mod:`jspeed.parallel.lazy_table`): its gradient is a list of rows,
+    """A sparse table (:mod:`jspeed.parallel.sparse_rows`): its gradient is a list of rows,
     and one such list of each step until an optimizer of its own changes these rows alone."""
 
     def __init__(self, spec: ParamSpec):
@@ -152,10 +152,10 @@ class Rows(Dense):
         self.specs = [Pending(EACH_DEVICE, EACH_DEVICE)] * (spec.every - 1)
 
     def leaf(self, p: jax.Array, tokens: int, owners: int) -> Sink:
-        return lazy_table.empty(p, tokens * self.spec.lookups, owners)
+        return sparse_rows.empty(p, tokens * self.spec.sparse_rows, owners)
 
-    def read(self, p: jax.Array, leaf: Sink) -> lazy_table.Lazy:
-        return lazy_table.Lazy(p, leaf)
+    def read(self, p: jax.Array, leaf: Sink) -> sparse_rows.SparseTable:
+        return sparse_rows.SparseTable(p, leaf)
 
     def first(self, p: Any) -> None:
         return None
@@ -175,7 +175,7 @@ class Rows(Dense):
     def zeros(self, cut: PartitionSpec, devices: int, most: int) -> list[Pending]:
         rows, width = self.spec.shape
         owners = devices if owned(self.spec, cut) else 1
-        size = sink_size(most * self.spec.lookups // devices, rows // owners, owners)
+        size = sink_size(most * self.spec.sparse_rows // devices, rows // owners, owners)
         grads = jnp.zeros((devices, size, width), self.dtype)
         steps = range(self.spec.every - 1)
         return [Pending(jnp.zeros((devices, size), jnp.int32), grads) for _ in steps]
@@ -216,6 +216,6 @@ def kind_of(spec: ParamSpec) -> Any:
     """Return the kind of a parameter."""
     if spec.on_host:
         return OnHost()
-    if spec.lookups:
+    if spec.sparse_rows:
         return Rows(spec)
     return Fp32AccumulatedTables(spec) if spec.grad_accum_fp32 else Dense(spec)

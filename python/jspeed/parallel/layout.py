@@ -165,7 +165,7 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
         )
     for path, spec in leaves(recipe.parameters):
         placed = partition(spec, layout, mesh)
-        if spec.lookups and tuple(placed) and not owned(spec, placed):
+        if spec.sparse_rows and tuple(placed) and not owned(spec, placed):
             raise BadInput(
                 f"--layout {layout} does not shard table {path} of recipe {recipe.name} by the rows"
                 " in which it is updated; choose --layout zero1 or dp"
@@ -281,8 +281,8 @@ def _only(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 def gathered_per_layer(recipe: Recipe, layout: str) -> Any:
     """Return a tree of booleans: whether each parameter is gathered by its layer."""
-    lazy = find_layout(layout).gather_per_layer and recipe.alike
-    return map_specs(lambda spec: lazy and spec.stacks_layers, recipe.parameters)
+    by_layer = find_layout(layout).gather_per_layer and recipe.alike
+    return map_specs(lambda spec: by_layer and spec.stacks_layers, recipe.parameters)
 
 
 def gather(x: jax.Array, spec: PartitionSpec, later: bool = False) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_sparse
 from jspeed.record.sizes import is_matrix
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device
 from jspeed.run.compute.division import lanes_of_device, micro_batches
@@ -95,7 +95,7 @@ def memory(
     """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch``
     tokens.
 
-    The state under ``layout`` is exact, lists of rows for lazily updated tables included, which are
+    The state under ``layout`` is exact, lists of rows for sparse tables included, which are
     then left out. Gathered: every parameter that is cast or sharded over ``data``, gathered over it
     in its compute dtype; of those that are gathered layer by layer one layer, and the device's
     shard of all. Gradients: as gathered in that dtype, then the device's shard in the stored dtype;
@@ -109,7 +109,7 @@ def memory(
     later = dict(leaves(gathered_per_layer(recipe, layout)))
     gathered = gradients = 0
     for path, spec in leaves(recipe.parameters):
-        if spec.lookups:
+        if spec.sparse_rows:
             continue
         cut = partition(spec, layout, mesh)
         whole = math.prod(spec.shape) // math.prod(
@@ -130,7 +130,7 @@ def memory(
         * recipe.row_words(stage.lane_len)
         * recipe.data.dtype.itemsize,
         gathered=gathered,
-        gradients=gradients + local_bytes(without_lazy(recipe, state["params"])),
+        gradients=gradients + local_bytes(without_sparse(recipe, state["params"])),
         activations=activation_bytes(recipe, tokens),
     )
 

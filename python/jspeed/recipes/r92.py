@@ -227,7 +227,7 @@ PARAMETERS = {
         VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, grad_accum_fp32=True
     ),
     "ngrams": ParamSpec(
-        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2
+        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, sparse_rows=2
     ),
     "queries_keys": bank(
         uniform, "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW

@@ -29,14 +29,14 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield from (f"parameter {path} {problem}" for problem in _problems_of(recipe, spec))
     for path, spec in rows.items():
         yield from (f"parameter {path} {problem}" for problem in _conflicts_of(recipe, rows, spec))
-    tables = [path for path, spec in rows.items() if spec.lookups]
+    tables = [path for path, spec in rows.items() if spec.sparse_rows]
     if set(tables) != set(recipe.row_optimizers()):
         yield (
-            f"row_optimizers gives {sorted(recipe.row_optimizers())}, and tables with lookups are"
-            f" {tables}"
+            f"row_optimizers gives {sorted(recipe.row_optimizers())}, and tables with sparse_rows"
+            f" are {tables}"
         )
     if extra := recipe.named_rows.keys() - set(tables):
-        yield f"named_rows gives {sorted(extra)}, and tables with lookups are {tables}"
+        yield f"named_rows gives {sorted(extra)}, and tables with sparse_rows are {tables}"
     if recipe.data.bos_id >= recipe.data.vocab_size:
         yield (
             f"data.bos_id is {recipe.data.bos_id}, but ids are below"
@@ -103,10 +103,10 @@ def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec
                 f"is updated every {two[0]} steps, and from step {start}"
                 f" on every {two[1]}; let that stage start with a multiple of both"
             )
-    if spec.lookups and (
+    if spec.sparse_rows and (
         spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding
     ):
-        yield "has lookups; give it axes ('row', ...), no compute dtype and no padding"
+        yield "has sparse_rows; give it axes ('row', ...), no compute dtype and no padding"
     if spec.grad_accum_fp32 and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
         yield "has grad_accum_fp32; give it axes ('token', 'table', ...) and every of 2 or more"
     if spec.init_like and (spec.init_like not in rows or rows[spec.init_like].shape != spec.shape):

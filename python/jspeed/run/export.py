@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jspeed.base.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.errors import BadInput, nearest
 from jspeed.fields import shown
-from jspeed.recipe import ParamSpec, Recipe, leaves, without_lazy
+from jspeed.recipe import ParamSpec, Recipe, leaves, without_sparse
 from jspeed.run.find_recipe import LoadedRecipe
 
 Tensors = dict[str, np.ndarray]
@@ -32,7 +32,7 @@ HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
 OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}
 # in the metadata of our own files: tables that it does not hold; steps made
 LEFT_OUT, STEP = "left_out", "step"
-LARGE = 4 * 2**30  # bytes of lazily updated tables, more than which a run writes into no file
+LARGE = 4 * 2**30  # bytes of sparse tables, more than which a run writes into no file
 NOTHING = re.compile("(?!)")  # matches no name
 DTYPES = ("F64", "F32", "F16", "BF16")
 # of models, not safetensors
@@ -76,7 +76,7 @@ def own_config(loaded: LoadedRecipe, tokenizer: Mapping[str, Any] | None) -> dic
 
 
 def large_tables(recipe: Recipe) -> tuple[str, ...]:
-    """Return the lazily updated tables that a run's file leaves out: all, if together they have
+    """Return the sparse tables that a run's file leaves out: all, if together they have
     more than LARGE bytes.
 
     They may be larger than a host's memory. Checkpoints hold them, each device's part apart.
@@ -85,7 +85,7 @@ def large_tables(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _tables(recipe: Recipe) -> dict[str, ParamSpec]:
-    return {path: spec for path, spec in leaves(recipe.parameters) if spec.lookups}
+    return {path: spec for path, spec in leaves(recipe.parameters) if spec.sparse_rows}
 
 
 def _bytes_of_tables(recipe: Recipe) -> int:
@@ -97,7 +97,7 @@ def to_write(recipe: Recipe, params: Any, on_host: Callable[[], Tensors] = dict)
     """Return the parameters that a run writes, by name, whole and on the host; every process calls
     this. ``on_host`` gives the tables that lie there."""
     if large_tables(recipe):
-        return gathered(without_lazy(recipe, params))
+        return gathered(without_sparse(recipe, params))
     return gathered(params) | on_host()
 
 

@@ -21,7 +21,7 @@ from jspeed.data.manifest import read_manifest
 from jspeed.data.tokens import TOKENIZERS
 from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
-from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
+from jspeed.recipe import Context, Recipe, init_parameters, without_sparse
 from jspeed.recipes import FOLDER, locate
 from jspeed.run.check_recipe import check_recipe
 from jspeed.run.options import Options, check_steps
@@ -249,7 +249,7 @@ def check_functions(recipe: Recipe) -> None:
             f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens,"
             f" vocabulary), the first two {tokens.shape}"
         )
-    jax.eval_shape(recipe.optimizer().init, without_lazy(recipe, params))
+    jax.eval_shape(recipe.optimizer().init, without_sparse(recipe, params))
 
 
 def _fields(tree: ast.Module) -> dict[str, ast.Assign]:

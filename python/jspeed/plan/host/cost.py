@@ -80,7 +80,7 @@ def buffer_bytes(recipe: Recipe) -> int:
     return max(
         sum(
             (BUFFERS + spec.updated_after(stage))
-            * 2 * spec.shape[1] * spec.lookups * recipe.lanes * stage.lane_len
+            * 2 * spec.shape[1] * spec.sparse_rows * recipe.lanes * stage.lane_len
             for spec in recipe.on_host.values()
         )
         for stage in recipe.stages
@@ -109,7 +109,7 @@ def exchange(
     due = number_due(recipe, stage, phase)
     rows = moved = since = 0
     for spec in recipe.on_host.values():
-        its = tokens * spec.lookups
+        its = tokens * spec.sparse_rows
         rows, moved = rows + its, moved + 2 * spec.shape[1] * its
         if due % spec.every == 0:
             since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its

@@ -4,10 +4,10 @@ between steps.
 Such parameters are all-gathered once, and their gradients reduce-scattered once, between two
 updates. Until then each device carries the gathered copies, where they are not the parameter
 itself, and its accumulated gradients, both in the compute dtype. Gradients of tables that are
-``grad_accum_fp32`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it
+``grad_accum_fp32`` are fp32, and a step adds its rows to them in place. Of sparse tables it
 carries the rows that the steps have named and their gradients, one list for each step (``Pending``
 of
-:mod:`jspeed.parallel.lazy_table`).
+:mod:`jspeed.parallel.sparse_rows`).
 """
 
 from collections.abc import Callable, Mapping
@@ -82,7 +82,7 @@ def accumulate(
     the next carry).
 
     After an update the carry of a parameter is stale; the next step does not read it. The gradient
-    of a lazily updated table becomes the lists of all steps since its last update.
+    of a sparse table becomes the lists of all steps since its last update.
     """
     if not carried:
         return grads, carried

@@ -155,7 +155,7 @@ def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int
     """Bytes of a device beside a step's own, where tables lie on the host: the next step's rows,
     and gradients that still go back."""
     of_token = sum(
-        spec.lookups * spec.shape[1] * np.dtype(spec.dtype).itemsize
+        spec.sparse_rows * spec.shape[1] * np.dtype(spec.dtype).itemsize
         for spec in recipe.on_host.values()
     )
     return 2 * of_token * looked_up(recipe, stage, mesh, parts) // row_shards(mesh)

@@ -101,7 +101,7 @@ def gradient(
     """Return (gradient, (the second result, gradient of what is ``given``)) of ``loss(params,
     micro, *rest)``.
 
-    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed
+    The gradient of a sparse table is a :class:`~jspeed.parallel.sparse_rows.Sink`; of summed
     tables, that of earlier steps and this one.
     """
     tokens = split(recipe.beside, micro)[0][:, 1:].size
@@ -125,7 +125,7 @@ def summed_gradients(
     *arrays: jax.Array,
 ) -> tuple[Any, tuple[Any, Rows]]:
     """:func:`gradient` of one slice of ``given`` and ``arrays`` after the other, summed in fp32; of
-    a lazily updated table, and of what is given, the rows of all."""
+    a sparse table, and of what is given, the rows of all."""
 
     table = recipe.parameters
 

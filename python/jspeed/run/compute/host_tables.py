@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from jspeed.base import processes
 from jspeed.errors import BadInput
-from jspeed.parallel.lazy_table import Given
 from jspeed.parallel.mesh import batch_rows
+from jspeed.parallel.sparse_rows import Given
 from jspeed.recipe import Recipe, map_specs
 from jspeed.run.compute.accumulators import by_path, from_paths
 from jspeed.run.compute.device import Placement
@@ -25,8 +25,8 @@ BUFFERS = 3  # of rows, in turn: at most two steps are in flight, and the third 
 # of its rows that a table has room for, the first that fits
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 Rows = dict[str, Any]
-"""Rows of the tables on the host that tokens ``[B, T]`` name, ``[B, lookups x T, D]``, by path; or
-their gradients."""
+"""Rows of the tables on the host that tokens ``[B, T]`` name, ``[B, sparse_rows x T, D]``, by path;
+or their gradients."""
 
 
 class HostTables(Protocol):
@@ -59,7 +59,7 @@ class HostTables(Protocol):
 
 def tables_on_host(recipe: Recipe) -> Recipe:
     """Return ``recipe`` with the tables that are updated lazily in the host's memory."""
-    parameters = map_specs(lambda spec: replace(spec, on_host=spec.lazy), recipe.parameters)
+    parameters = map_specs(lambda spec: replace(spec, on_host=spec.sparse), recipe.parameters)
     return replace(recipe, parameters=parameters)
 
 
@@ -104,7 +104,7 @@ def place_of(recipe: Recipe) -> dict[str, str]:
     """Return what a checkpoint says of where such tables lie; nothing of a recipe without any."""
     if recipe.on_host:
         return {"table": "host"}
-    return {"table": "device"} if recipe.lazy else {}
+    return {"table": "device"} if recipe.sparse else {}
 
 
 def opening(recipe: Recipe) -> list[tuple[str, str, str]]:
@@ -117,9 +117,9 @@ def opening(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 def problem(recipe: Recipe, given: bool) -> str | None:
     """Return why the tables of ``recipe`` cannot lie in the host's memory, None where they can."""
-    if not recipe.lazy:
+    if not recipe.sparse:
         return f"recipe {recipe.name} has no table that is updated row by row; leave it out"
-    if unnamed := [path for path in recipe.lazy if path not in recipe.named_rows]:
+    if unnamed := [path for path in recipe.sparse if path not in recipe.named_rows]:
         return (
             f"named_rows of recipe {recipe.name} does not say which rows of {unnamed[0]} it reads"
         )
@@ -135,7 +135,7 @@ def given_shapes(recipe: Recipe, rows: int, length: int, mesh: Mesh) -> tuple[Ro
     nothing where there is none."""
     found = {
         path: jax.ShapeDtypeStruct(
-            (rows, spec.lookups * length, spec.shape[1]), spec.dtype, sharding=batch_rows(mesh)
+            (rows, spec.sparse_rows * length, spec.shape[1]), spec.dtype, sharding=batch_rows(mesh)
         )
         for path, spec in recipe.on_host.items()
     }

@@ -19,7 +19,7 @@ from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import custom_kernel
 from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, replicated, row_shards
-from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_lazy
+from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_sparse
 from jspeed.record.provenance import Sums, sums_of
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Device, Placement
@@ -43,7 +43,7 @@ from jspeed.run.compute.step import (
     draw,
     eval_step,
     init_state,
-    lazy_specs,
+    sparse_specs,
     train_step,
     unchanged,
     without_jit,
@@ -471,7 +471,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         recipe.optimizer(),
         lambda array, sharding: array if absent(array) else sharding,
         shapes["optimizer"],
-        without_lazy(recipe, params),
+        without_sparse(recipe, params),
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
@@ -480,7 +480,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         "optimizer": optimizer,
         "step": replicated(mesh),
         "carry": shardings_of(accumulators.specs(recipe, layout, mesh)),
-        "rows": shardings_of(lazy_specs(recipe, cuts)),
+        "rows": shardings_of(sparse_specs(recipe, cuts)),
         "means": [{name: params[name] for name in average.blends} for average in recipe.averages],
     }
     sharded = jax.tree.map(

@@ -18,7 +18,7 @@ from jspeed.errors import BadInput
 from jspeed.model.layers import key_of
 from jspeed.optim import averages
 from jspeed.optim.rows import RowState
-from jspeed.parallel import DEFAULT_LAYOUT, lazy_table
+from jspeed.parallel import DEFAULT_LAYOUT, sparse_rows
 from jspeed.parallel.kinds import kind_of
 from jspeed.parallel.layout import (
     blocks,
@@ -38,7 +38,7 @@ from jspeed.recipe import (
     init_parameters,
     leaves,
     map_specs,
-    without_lazy,
+    without_sparse,
 )
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import Placement
@@ -52,7 +52,7 @@ class State(TypedDict):
     of steps made.
 
     ``carry`` is what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`),
-    ``rows`` the state of the optimizers of lazily updated tables, ``means`` the averages of
+    ``rows`` the state of the optimizers of sparse tables, ``means`` the averages of
     weights."""
 
     params: Any
@@ -73,13 +73,13 @@ def init_state(
     tables = accumulators.by_path(recipe, params)
     return {
         "params": params,
-        "optimizer": recipe.optimizer().init(without_lazy(recipe, params)),
+        "optimizer": recipe.optimizer().init(without_sparse(recipe, params)),
         "step": jnp.zeros((), jnp.int32),
         "carry": accumulators.zeros(recipe, layout, mesh),
         "rows": {
             path: each.init(tables[path])
             for path, each in recipe.row_optimizers().items()
-            if path in recipe.lazy
+            if path in recipe.sparse
         },
         "means": averages.zeros(recipe.averages, params),
     }
@@ -91,7 +91,7 @@ def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
     params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
     init = jax.jit(recipe.optimizer().init, out_shardings=shardings)
-    optimizer = init(without_lazy(recipe, params))
+    optimizer = init(without_sparse(recipe, params))
     return state | {"params": params, "optimizer": optimizer}
 
 
@@ -125,7 +125,7 @@ def train_step(
     (grads, tables), kept, rows, row_losses, of_given = shard_map_over_rows(
         mesh, on_device, in_specs, out_specs
     )(state["params"], state["carry"], state["rows"], state["step"], tokens, given or {})
-    old = without_lazy(recipe, state["params"])
+    old = without_sparse(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
     due = accumulators.number_due(recipe, ctx.stage, phase)
@@ -174,17 +174,17 @@ def on_devices(
             placement, key, of_rows, place, weight, whole, tokens, given
         )
         grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
-        tables, of_tables = lazy_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
-        dense = [without_lazy(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
+        tables, of_tables = sparse_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
+        dense = [without_sparse(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
         grads = map_specs(lambda spec, *its: kind_of(spec).reduced(mesh, *its), *dense)
         return (grads, tables), kept, of_tables, row_losses, of_given
 
     lanes, everywhere = rows_spec(mesh), PartitionSpec()
     param_specs, carry_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
-    row_specs = lazy_specs(recipe, cuts)
+    row_specs = sparse_specs(recipe, cuts)
     table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
     arguments = param_specs, carry_specs, row_specs, everywhere, lanes, lanes
-    updated = without_lazy(recipe, param_specs), table_specs
+    updated = without_sparse(recipe, param_specs), table_specs
     return on_device, arguments, (updated, carry_specs, row_specs, lanes, lanes)
 
 
@@ -204,14 +204,16 @@ def draw(drawn: Callable[[jax.Array], State], mesh: Mesh, seed: int) -> State:
     return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
 
 
-def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
+def sparse_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
     """Return how the state of each table's own optimizer is sharded: as its rows are."""
     placed = accumulators.by_path(recipe, cuts)
     specs: Any = RowState  # of arrays, here of their PartitionSpecs
-    return {path: specs(PartitionSpec(), PartitionSpec(*placed[path][:1])) for path in recipe.lazy}
+    return {
+        path: specs(PartitionSpec(), PartitionSpec(*placed[path][:1])) for path in recipe.sparse
+    }
 
 
-def lazy_updates(
+def sparse_updates(
     recipe: Recipe,
     ctx: Context,
     mesh: Mesh,
@@ -221,10 +223,10 @@ def lazy_updates(
     grads: Any,
     rows: dict[str, Any],
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed
+    """Inside ``shard_map``: return sparse tables and the state of their optimizers, changed
     where due."""
     placed, every = accumulators.by_path(recipe, cuts), dict(leaves(recipe.parameters))
-    tables = {path: accumulators.by_path(recipe, whole)[path] for path in recipe.lazy}
+    tables = {path: accumulators.by_path(recipe, whole)[path] for path in recipe.sparse}
     for path, optimizer in recipe.row_optimizers().items():
         if path not in tables or due % every[path].every:
             continue
@@ -381,4 +383,4 @@ def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
             " be sharded over the devices; give all a number of rows that the devices divide"
         )
     owners = mesh.shape["data"] if sharded else 1
-    return {"fetch": partial(lazy_table.read, axis="data" if sharded else None), "owners": owners}
+    return {"fetch": partial(sparse_rows.read, axis="data" if sharded else None), "owners": owners}

@@ -1,4 +1,4 @@
-"""Lazily updated tables against a dense table in NumPy: which rows change, by how much, and in
+"""Sparse tables against a dense table in NumPy: which rows change, by how much, and in
 place."""
 
 from functools import partial
@@ -12,18 +12,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jspeed.kernels import row_sums
 from jspeed.model.custom_kernels import Kernel
 from jspeed.optim.rows import RowState, row_adam
-from jspeed.parallel.lazy_table import (
+from jspeed.parallel.mesh import make_mesh
+from jspeed.parallel.sparse_rows import (
     HIGH,
-    Lazy,
     Pending,
     Sink,
+    SparseTable,
     distinct,
     empty,
     pending,
     read,
     sink_size,
 )
-from jspeed.parallel.mesh import make_mesh
 
 ROWS, WIDTH, IDS = 128, 3, 24
 BETAS = (0.9, 0.9, 0.81, 0.81, 0.81)
@@ -63,7 +63,7 @@ def test_updates_are_those_of_a_dense_table(devices):
         for ids, grad in zip(ids_SBT, grads_SBTD, strict=True):
 
             def total(sink, ids=ids, grad=grad):
-                return jnp.sum(read(Lazy(table_VD, sink), ids, axis) * grad)
+                return jnp.sum(read(SparseTable(table_VD, sink), ids, axis) * grad)
 
             found.append(pending(jax.grad(total)(empty(table_VD, IDS, devices)), part, waiting))
         table_VD, state = adam.update(found, table_VD, RowState(step, square_V))
@@ -100,7 +100,7 @@ def test_gradients_by_the_kernel_are_those_of_the_plain_path():
 
     @partial(jax.jit, static_argnums=0)
     def gradient(kernel, ids, grad):
-        call = lambda sink: read(Lazy(part, sink), ids, None, kernel)
+        call = lambda sink: read(SparseTable(part, sink), ids, None, kernel)
         return jax.vjp(call, empty(part, IDS, 1))[1](grad)[0]
 
     own, plain = (gradient(on, ids, grad) for on in (kernel, None))
@@ -182,7 +182,7 @@ def test_no_copy_of_the_table_is_made():
     def step(table_VD, state, ids_BT, grad_BTD):
         def total(sink):
             return jnp.sum(
-                (read(Lazy(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32)
+                (read(SparseTable(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32)
             )
 
         found = pending(jax.grad(total)(empty(table_VD, ids, 8)), part, sink_size(ids, part, 8))

@@ -30,7 +30,7 @@ class Sink(NamedTuple):
     grads_RD: jax.Array
 
 
-class Lazy(NamedTuple):
+class SparseTable(NamedTuple):
     """A device's part of a table, and the zeros whose gradient is the table's."""
 
     part_VD: jax.Array
@@ -57,19 +57,20 @@ def empty(part_VD: jax.Array, ids: int, owners: int) -> Sink:
 
 
 def read(
-    table: jax.Array | Lazy | Given,
+    table: jax.Array | SparseTable | Given,
     ids_BT: jax.Array,
     axis: str | None,
     kernel: Kernel | None = None,
 ) -> jax.Array:
     """Return rows ``ids_BT`` of a table as :func:`~jspeed.parallel.sharded_table.fetch` does.
 
-    A :class:`Lazy` table can be read once in a program, since gradients of its sink do not add up.
+    A :class:`SparseTable` can be read once in a program, since gradients of its sink do not
+    add up.
     """
     if isinstance(table, Given):
         assert table.rows_BID.shape[:2] == ids_BT.shape, "the host was told of other rows"
         return table.rows_BID
-    if not isinstance(table, Lazy):
+    if not isinstance(table, SparseTable):
         return fetch(table, ids_BT, axis, kernel)
     return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis, kernel)
 
