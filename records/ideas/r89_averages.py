@@ -21,7 +21,13 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, without_own_value
 from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.losses import (
+    asymmetric_cap,
+    cross_entropy,
+    multi_token_targets,
+    softcap,
+    with_prefix,
+)
 from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -32,7 +38,7 @@ from jspeed.speedrun.heads import attention_in_pairs, composed, pair_positions
 from jspeed.speedrun.mudd import blend, coefficients, named, padded, slots
 from jspeed.speedrun.ngrams import bigram_rows, signs
 from jspeed.speedrun.normuon import normuon
-from jspeed.speedrun.slow import measured, slow_adams, tied
+from jspeed.speedrun.slow import delayed_scaling, slow_adams, tied
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
@@ -320,7 +326,7 @@ def loss(
     shares = jnp.stack(
         [through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]]
     )
-    targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    targets_BT, weights_BT = multi_token_targets(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = (
             jnp.asarray(gpt2_prefixes(BOS, VOCAB)),
@@ -335,7 +341,7 @@ def optimizer() -> optax.GradientTransformation:
     """NorMuon on the blocks' matrices, Adam every other step on the rest."""
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
-    by_group["largest"] = measured()
+    by_group["largest"] = delayed_scaling()
     muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
     up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():

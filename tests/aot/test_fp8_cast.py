@@ -46,7 +46,7 @@ def test_a_cast_is_one_kernel_without_spills(mesh, case):
 
 def own_matmul(x_ND, w_VD, largest, g_NV):
     run = partial(
-        fp8.measured_matmul, share=0.5, x_scale=0.1, kernel=custom_kernel("FP8 casts").kernel
+        fp8.delayed_matmul, share=0.5, x_scale=0.1, kernel=custom_kernel("FP8 casts").kernel
     )
     y_NV, pull = jax.vjp(run, x_ND, w_VD, largest)
     return y_NV, *pull(g_NV)

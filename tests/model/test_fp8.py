@@ -19,9 +19,9 @@ from jspeed.model.fp8 import (
     GRADIENT_MARGIN,
     Rounding,
     Scales,
+    delayed_matmul,
     forward_matmul,
     matmul,
-    measured_matmul,
     quantise,
     scale_of,
     scales_of,
@@ -145,7 +145,7 @@ def test_forward_product_in_fp8_has_the_plain_gradients(case, given):
 
 @jax.jit
 def measured_gradients(x, w, before, g):
-    return jax.vjp(partial(measured_matmul, share=0.5), x, w, before)[1](g)
+    return jax.vjp(partial(delayed_matmul, share=0.5), x, w, before)[1](g)
 
 
 def test_matmuls_of_a_layer_by_the_object_that_layers_share(case):
@@ -157,7 +157,7 @@ def test_matmuls_of_a_layer_by_the_object_that_layers_share(case):
     shared = Rounding(amax, {"mlp": slice(2), "values": 2}, {"values": of_values}, 0.5, 4.0)
 
     def expected(x, w, amax):
-        return measured_matmul(x, w, amax[1, 2], 0.5, 4.0 / 448, of_values[1])
+        return delayed_matmul(x, w, amax[1, 2], 0.5, 4.0 / 448, of_values[1])
 
     def found(x, w, amax):
         return shared._replace(amax=amax).matmul(x, w.T, "values", 1)
@@ -293,7 +293,7 @@ def test_products_by_custom_kernels_are_the_others_to_rounding(interpreted, befo
     )
 
     def found(kernel):
-        run = partial(measured_matmul, share=0.5, kernel=kernel)
+        run = partial(delayed_matmul, share=0.5, kernel=kernel)
         y, pull = jax.vjp(run, x, w, jnp.float32(before))
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 

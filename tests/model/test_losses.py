@@ -12,7 +12,7 @@ from jspeed.model.losses import (
     Head,
     asymmetric_cap,
     cross_entropy,
-    look_ahead,
+    multi_token_targets,
     root_cap,
     sigmoid_cap,
     softcap,
@@ -177,7 +177,7 @@ def test_several_targets_are_as_many_losses_of_the_same_logits(case):
     dlogits *= 23 / 7.5 * sigma * (1 - sigma)
 
     def ours(params, x):
-        several = look_ahead(targets, weights, jnp.array([1, 0.5, 0.25]))
+        several = multi_token_targets(targets, weights, jnp.array([1, 0.5, 0.25]))
         several = with_prefix(*several, jnp.asarray(prefixes, jnp.int32), jnp.float32(0.1))
         return cross_entropy(Head(head, 4), params, x, *several, cap=asymmetric_cap(23, 5, 7.5))
 

@@ -10,7 +10,7 @@ import pytest
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import find_documents
 from jspeed.model.kv_cache import advance, empty
-from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, look_ahead, softcap
+from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, multi_token_targets, softcap
 
 VOCAB = 23
 COPY = 21
@@ -98,7 +98,7 @@ def test_probabilities_and_losses_are_those_of_float64(case, window):
 def test_gradients_are_those_of_automatic_differentiation(case, chunk):
     params, tokens, targets = case
     weights = np.full((ROWS, LENGTH), 0.3, np.float32)
-    several = jax.jit(look_ahead)(targets, weights, np.float32([1.0, 0.5]))
+    several = jax.jit(multi_token_targets)(targets, weights, np.float32([1.0, 0.5]))
 
     def plain(params):
         losses = -jnp.take_along_axis(

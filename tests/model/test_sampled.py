@@ -15,7 +15,7 @@ from jspeed.model.losses import (
     Head,
     asymmetric_cap,
     cross_entropy,
-    look_ahead,
+    multi_token_targets,
     root_cap,
     sigmoid_cap,
     with_prefix,
@@ -66,7 +66,7 @@ def several(targets, weights):
 def ahead(targets, weights):
     """The next three tokens and the longest prefix of the first, as records 53 and 88 have it: some
     weigh nothing."""
-    three = look_ahead(targets, weights, jnp.array([1.0, 0.5, 0.25]))
+    three = multi_token_targets(targets, weights, jnp.array([1.0, 0.5, 0.25]))
     return with_prefix(*three, jnp.asarray(PREFIXES), 0.25)
 
 

@@ -10,7 +10,7 @@ from jspeed.optim.muon import POLAR_EXPRESS
 from jspeed.optim.schedules import staged, through
 from jspeed.speedrun.cautious import add_cautious_decay, cautious_adam
 from jspeed.speedrun.normuon import normuon
-from jspeed.speedrun.slow import measured, slow_adams, tied, when_due
+from jspeed.speedrun.slow import delayed_scaling, slow_adams, tied, when_due
 
 # The record's schedule: three batch sizes, a fall from step 508 to 1270, 15 steps more.
 ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall={508: 0.0, 1270: 1.0}, floor=0.15)
@@ -179,6 +179,6 @@ def test_momentum_of_the_record():
 
 def test_a_measured_parameter_becomes_its_gradient():
     largest, found = jnp.float32(248.0), jnp.float32(2.5)
-    transform = measured()
+    transform = delayed_scaling()
     update, _ = transform.update(found, transform.init(largest), largest)
     assert float(largest + update) == 2.5

@@ -10,10 +10,10 @@ import pytest
 from jspeed.optim.averages import Average, after_step, at_end, zeros
 from jspeed.optim.muon import ANVIL_MAPS, orthogonalise
 from jspeed.optim.schedules import jumps
-from jspeed.speedrun.anvil import Rails, anvil
+from jspeed.speedrun.anvil import TwoMomentum, anvil
 from jspeed.speedrun.cautious import cautious_adam
 
-RAILS = Rails(start=2, fast=0.85, slow=0.98, share=0.4385)
+RAILS = TwoMomentum(start=2, fast=0.85, slow=0.98, share=0.4385)
 
 
 def test_maps_of_single_values():

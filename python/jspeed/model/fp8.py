@@ -164,7 +164,7 @@ def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
 _forward_matmul.defvjp(_forward_only, _backward_wide)
 
 
-def measured_matmul(
+def delayed_matmul(
     x: jax.Array,
     w_VD: jax.Array,
     largest: jax.Array,
@@ -192,21 +192,21 @@ def measured_matmul(
     x_ND = x.reshape(-1, x.shape[-1])
     if kernel and not kernel.fits(x_ND.shape[0], w_VD.shape[0]):
         kernel = None
-    y_NV = _measured_matmul(x_ND, w_VD, largest, share, *scales, kernel)
+    y_NV = _delayed_matmul(x_ND, w_VD, largest, share, *scales, kernel)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
-    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel)[0]
+def _delayed_matmul(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
+    return _delayed_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel)[0]
 
 
-def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
+def _delayed_forward(x_ND, w_VD, largest, share, x_scale, w_scale, kernel):
     y_NV, q_ND, q_VD = _rounded_dot(x_ND, w_VD, x_scale, w_scale)
     return y_NV, (q_ND, q_VD, largest, share, x_scale, w_scale, w_VD[:0])
 
 
-def _measured_backward(kernel, saved, g_NV):
+def _delayed_backward(kernel, saved, g_NV):
     q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
     scale = gradient_scale(largest, x_scale.dtype)
     if kernel:
@@ -227,7 +227,7 @@ def _measured_backward(kernel, saved, g_NV):
     return dx_ND, dw_VD, amax.astype(largest.dtype), None, None, None
 
 
-_measured_matmul.defvjp(_measured_forward, _measured_backward)
+_delayed_matmul.defvjp(_delayed_forward, _delayed_backward)
 
 
 class Rounding(NamedTuple):
@@ -249,7 +249,7 @@ class Rounding(NamedTuple):
     x_largest: float | None = None
     """A bound of all inputs' absolute values; None: their amax is taken."""
     kernel: "Kernel | None" = None
-    """"FP8 casts", for :func:`measured_matmul`."""
+    """"FP8 casts", for :func:`delayed_matmul`."""
 
     def of(self, slot: str, number: int) -> tuple[jax.Array, jax.Array]:
         """Return the amax and the scales of some matrices; FP8 must be on."""
@@ -257,12 +257,12 @@ class Rounding(NamedTuple):
         return self.amax[number, self.slots[slot]], self.w_scales[slot][number]
 
     def matmul(self, x: jax.Array, w_DV: jax.Array, slot: str, number: int) -> jax.Array:
-        """Return ``x @ w_DV``, ``[..., V]``: by :func:`measured_matmul` unless FP8 is off."""
+        """Return ``x @ w_DV``, ``[..., V]``: by :func:`delayed_matmul` unless FP8 is off."""
         if self.amax is None:
             return x @ w_DV
         w_VD, (amax, w_scale) = w_DV.T, self.of(slot, number)
         x_scale = self.x_largest and self.x_largest / E4M3_MAX
-        return measured_matmul(x, w_VD, amax, self.share, x_scale, w_scale, kernel=self.kernel)
+        return delayed_matmul(x, w_VD, amax, self.share, x_scale, w_scale, kernel=self.kernel)
 
 
 def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:

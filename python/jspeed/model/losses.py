@@ -117,7 +117,7 @@ def cross_entropy(
     return _cross_entropy(how, head_params, x_BTD, tuple(beside_BT), *ids_and_weights)
 
 
-def look_ahead(
+def multi_token_targets(
     targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the next N tokens of every position as its targets, ``[N, B, T]``, and their weights.

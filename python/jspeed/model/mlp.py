@@ -43,7 +43,7 @@ def fp8_mlp(
     kernel: Kernel | None = None,
 ) -> jax.Array:
     """:func:`fp8_forward_mlp` whose gradients are FP8 matmuls too
-    (:func:`jspeed.model.fp8.measured_matmul`), as records 84 and 89 have it.
+    (:func:`jspeed.model.fp8.delayed_matmul`), as records 84 and 89 have it.
 
     Of the slot "mlp" of ``rounding`` an amax has three entries: of the activation, and of the
     gradients that enter the first matmul and the second. Its scales are those of both matrices.
@@ -63,7 +63,7 @@ def fp8_mlp(
         return y_ND.reshape(x_BTD.shape)
     of_h, of_up, of_down = largest
     up_scale, down_scale = w_scales
-    multiply = partial(fp8.measured_matmul, share=rounding.share)
+    multiply = partial(fp8.delayed_matmul, share=rounding.share)
     pre_BTF = multiply(x_BTD, up_DF.T, of_up, x_scale=x_scale, w_scale=up_scale)
     h_BTF = fp8.watch(relu_squared(pre_BTF), of_h, rounding.share)
     h_scale = MARGIN * of_h / fp8.E4M3_MAX

@@ -28,7 +28,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8, layers, losses, pointer
 from jspeed.model.attention import Documents, attention, find_documents, without_own_value
-from jspeed.model.losses import look_ahead, with_prefix
+from jspeed.model.losses import multi_token_targets, with_prefix
 from jspeed.model.mlp import MARGIN, fp8_mlp, mlp
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
@@ -38,12 +38,12 @@ from jspeed.optim.schedules import jumps, shortened, staged, through
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 from jspeed.retrieval import Retrieval, inputs
 from jspeed.speedrun import mudd
-from jspeed.speedrun.anvil import Rails, anvil
+from jspeed.speedrun.anvil import TwoMomentum, anvil
 from jspeed.speedrun.candidates import candidates, over_candidates
 from jspeed.speedrun.cautious import cautious_adam
 from jspeed.speedrun.heads import attention_in_pairs, pair_positions
 from jspeed.speedrun.ngrams import bigram_and_trigram_rows, signs
-from jspeed.speedrun.slow import measured, slow_adams, tied, when_due
+from jspeed.speedrun.slow import delayed_scaling, slow_adams, tied, when_due
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
@@ -187,7 +187,7 @@ KEEP = partial(fp8.kept_in_e4m3, scale=0.5)  # any power of two but 1
 AMAX: dict[str, int | slice] = {"mlp": slice(3), "queries_keys": 3, "values": 4}
 LARGEST = initializers.constant(np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0]))
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
-WORDS, VALUES = (VOCAB, WIDTH), (VOCAB, VALUE_TABLES, WIDTH)
+VD, VALUES = (VOCAB, WIDTH), (VOCAB, VALUE_TABLES, WIDTH)
 uniform, uniform_up = layers.uniform(0.5), layers.uniform(3**-0.5)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 # The steps in which tables are updated.
@@ -229,10 +229,8 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 # ATTENDING; narrow layers read the first half of each head. Bank "values_outs": value and output of
 # each; bank "mlp": up and down of each in FEEDS, down transposed.
 PARAMETERS = {
-    "embed": ParamSpec(
-        WORDS, ("token", "model"), tiny, "words", COMPUTE, every=2, init_like="head"
-    ),
-    "head": ParamSpec(WORDS, ("vocab", "model"), tiny, "words", COMPUTE, every=2),
+    "embed": ParamSpec(VD, ("token", "model"), tiny, "words", COMPUTE, every=2, init_like="head"),
+    "head": ParamSpec(VD, ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec(
         VALUES, ("token", "table", "model"), small, "tables", COMPUTE, every=4, grad_accum_fp32=True
     ),
@@ -574,11 +572,11 @@ def loss(
     # are meant.
     stage = ctx.stage.own
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[stage]]])
-    targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    several = multi_token_targets(targets_BT, ctx.stage.lane_len * weights_BT, shares)
     if STARTS[stage] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
-        targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    targets_NBT, weights_NBT = pointer.with_copying(targets_NBT, weights_NBT, COPY)
+        several = with_prefix(*several, prefixes, share)
+    targets_NBT, weights_NBT = pointer.with_copying(*several, COPY)
     # --- Candidates: until the last stages a lane scores a part of the vocabulary ---
     lanes, columns, e_BTD = range(len(tokens_BT)), COLUMNS[stage], None
     if columns < VOCAB:
@@ -608,13 +606,13 @@ def optimizer() -> optax.GradientTransformation:
     fourth."""
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
-    by_group["largest"] = measured()
+    by_group["largest"] = delayed_scaling()
     _, beta1, beta2, decay = TABLES
     betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
     adam = cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays)
     by_group["tables"] = when_due(adam, every=4)
-    schedules = (lambda step: ANVIL_LR * rate(step)), through(MOMENTUM), Rails(*RAILS)
+    schedules = (lambda step: ANVIL_LR * rate(step)), through(MOMENTUM), TwoMomentum(*RAILS)
     muon = partial(anvil, *schedules, beta2=ANVIL_BETA2)
     wide = max(1.0, MLP_WIDTH / WIDTH) ** 0.5
     live = np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)

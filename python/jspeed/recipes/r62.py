@@ -28,7 +28,7 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
-from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, look_ahead, softcap
+from jspeed.model.losses import Head, asymmetric_cap, cross_entropy, multi_token_targets, softcap
 from jspeed.model.mlp import mlp
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.optim.schedules import staged, through
@@ -242,7 +242,9 @@ def loss(
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum
     # over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
-    targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    targets_BT, weights_BT = multi_token_targets(
+        targets_BT, ctx.stage.lane_len * weights_BT, shares
+    )
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(
         Head(head, ctx.head_chunk), params["head"], x_BTD, targets_BT, weights_BT, cap=CAP

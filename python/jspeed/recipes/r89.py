@@ -34,7 +34,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8, layers, losses
 from jspeed.model.attention import Documents, attention, find_documents, without_own_value
-from jspeed.model.losses import look_ahead, with_prefix
+from jspeed.model.losses import multi_token_targets, with_prefix
 from jspeed.model.mlp import MARGIN, fp8_forward_mlp, mlp
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -44,7 +44,7 @@ from jspeed.speedrun import mudd
 from jspeed.speedrun.heads import attention_in_pairs, composed, pair_positions
 from jspeed.speedrun.ngrams import bigram_rows, signs
 from jspeed.speedrun.normuon import normuon
-from jspeed.speedrun.slow import measured, slow_adams, tied
+from jspeed.speedrun.slow import delayed_scaling, slow_adams, tied
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
@@ -422,7 +422,9 @@ def loss(
     # are meant.
     stage = ctx.stage.own
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[stage]]])
-    targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    targets_NBT, weights_NBT = multi_token_targets(
+        targets_BT, ctx.stage.lane_len * weights_BT, shares
+    )
     if STARTS[stage] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), through(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
@@ -438,7 +440,7 @@ def optimizer() -> optax.GradientTransformation:
     """NorMuon on the blocks' matrices, Adam every other step on the rest."""
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
-    by_group["largest"] = measured()
+    by_group["largest"] = delayed_scaling()
     muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
     up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():

@@ -22,7 +22,7 @@ class AnvilState(NamedTuple):
     square: NorMuonState
 
 
-class Rails(NamedTuple):
+class TwoMomentum(NamedTuple):
     """How two momenta make one: ``share`` of the fast one, whose beta is ``fast``, and the rest of
     the slow one's, all from step ``start`` on; before, the fast one has the scheduled beta and
     counts alone."""
@@ -36,7 +36,7 @@ class Rails(NamedTuple):
 def anvil(
     learning_rate: optax.Schedule,
     momentum: optax.Schedule,
-    rails: Rails,
+    two_momentum: TwoMomentum,
     *,
     beta2: float,
     weight_decay: float,
@@ -63,14 +63,17 @@ def anvil(
         beta, rate = (
             jnp.asarray(schedule(state.step), jnp.float32) for schedule in (momentum, learning_rate)
         )
-        blended = state.step >= rails.start
-        of_fast, share = jnp.where(blended, rails.fast, beta), jnp.where(blended, rails.share, 1.0)
+        blended = state.step >= two_momentum.start
+        of_fast, share = (
+            jnp.where(blended, two_momentum.fast, beta),
+            jnp.where(blended, two_momentum.share, 1.0),
+        )
 
         def moved(old: jax.Array, g: jax.Array, beta: Any) -> jax.Array:
             return old + (1 - beta) * (g - old)
 
         fast = jax.tree.map(partial(moved, beta=of_fast), state.fast, grads)
-        slow = jax.tree.map(partial(moved, beta=rails.slow), state.slow, grads)
+        slow = jax.tree.map(partial(moved, beta=two_momentum.slow), state.slow, grads)
 
         def direction(f: jax.Array, s: jax.Array, g: jax.Array) -> jax.Array:
             ahead = g + beta * (share * f + (1 - share) * s - g)

@@ -91,7 +91,7 @@ def tied(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def measured() -> optax.GradientTransformation:
+def delayed_scaling() -> optax.GradientTransformation:
     """Set every parameter to its gradient: an amax of this step for the next
     (:func:`jspeed.model.fp8.watch`)."""
     return optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))
