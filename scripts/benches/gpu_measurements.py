@@ -170,7 +170,7 @@ def attend(backends: Iterable[str], name: str, tagged: bool = False) -> dict[str
                 x.at[..., width // 2 :].set(tags(documents, width // 2)[:, :, None]) for x in (q, k)
             )
         call = partial(
-            attention, window=window, backend=backend, tagged=tagged, gradient_window=near
+            attention, window=window, backend=backend, doc_tagged=tagged, gradient_window=near
         )
         return call(q, k, v, scale=0.12, documents=documents)
 

@@ -205,7 +205,7 @@ def attend(
         documents=documents,
         window=min(window, N),
         backend=backend,
-        tagged=paired,
+        doc_tagged=paired,
         gradient_window=near,
     )
 

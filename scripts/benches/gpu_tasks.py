@@ -119,7 +119,7 @@ def preflights() -> dict[str, Callable[[], str | None]]:
         check = partial(of_preflight.custom_kernel_error, kernel)
         checks[f"preflight custom kernel {kernel}"] = check
     kinds: dict[str, dict[str, bool]] = {"packed": {}, "causal": {"packed": False}}
-    bounded = {"longest document": {"bounded": True}, "documents tagged": {"tagged": True}}
+    bounded = {"longest document": {"bounded": True}, "documents tagged": {"doc_tagged": True}}
     for backend in BACKENDS:
         for kind, how in (kinds | (bounded if backend == "cudnn" else {})).items():
             checks[f"preflight {backend}, {kind}"] = partial(

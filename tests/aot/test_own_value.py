@@ -41,7 +41,10 @@ def test_only_a_sum_of_gradients_is_between_pass_and_attention(mesh):
 
     def gradients(q_BTHK, k_BTHK, v_BTHK, alpha_BTH, gate_BTH, tokens_BT, g_BTHK):
         rest = dict(
-            documents=find_documents(tokens_BT, 0, 64), window=384, backend="cudnn", marked=True
+            documents=find_documents(tokens_BT, 0, 64),
+            window=384,
+            backend="cudnn",
+            overflow_checked=True,
         )
 
         def call(q_BTHK, k_BTHK, v_BTHK, *numbers):

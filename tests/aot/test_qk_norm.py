@@ -70,8 +70,8 @@ def test_nothing_lies_between_a_pass_and_attention(mesh, paired, width):
             attend = partial(
                 attention_in_pairs if paired else attention,
                 backend="cudnn",
-                marked=True,
-                tagged=tagged,
+                overflow_checked=True,
+                doc_tagged=tagged,
             )
             return attend(q, k, v_BTHK, scale=0.1, documents=documents, window=384)
 

@@ -21,7 +21,7 @@ def test_attention(backend, packed, width):
     assert checks.attention_error(backend, width, packed) is None
 
 
-@pytest.mark.parametrize("how", ["bounded", "tagged"])
+@pytest.mark.parametrize("how", ["bounded", "doc_tagged"])
 def test_cudnns_rows_and_tags(how):
     """Whose gradients are those of near keys alone."""
     if not custom_kernels(chip_of(jax.devices()[0])):

@@ -334,12 +334,14 @@ def test_cudnn_call(fake_cudnn, max_docs, window):
             assert dense.distance(out[lane], expected[lane]) < 0.01
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
+@pytest.mark.parametrize("checked", [False, True])
+def test_checked_queries_are_not_made_nan_again(fake_cudnn, checked):
     q, k, v, _ = jnp.asarray(normal(2, 20, 2, 8), jnp.bfloat16)
     documents = find_documents(jnp.full((2, 20), BOS), BOS, 3)
-    out = attention(q, k, v, scale=0.3, documents=documents, backend="cudnn", marked=marked)
-    assert np.isnan(np.asarray(out, np.float32)).all() != marked
+    out = attention(
+        q, k, v, scale=0.3, documents=documents, backend="cudnn", overflow_checked=checked
+    )
+    assert np.isnan(np.asarray(out, np.float32)).all() != checked
 
 
 @pytest.mark.parametrize("documents_of", [0.6, pytest.param(0.05, marks=pytest.mark.slow)])
@@ -384,7 +386,9 @@ def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
         jnp.concatenate([rms_norm(x[..., :8]), tags_BTHK], axis=-1).astype(jnp.bfloat16)
         for x in (q, k)
     )
-    call = partial(attention, q, k, v.astype(jnp.bfloat16), window=6, backend="cudnn", tagged=True)
+    call = partial(
+        attention, q, k, v.astype(jnp.bfloat16), window=6, backend="cudnn", doc_tagged=True
+    )
     plain = jax.jit(partial(attention, scale=0.3, documents=documents, window=6))
     expected = plain(*(np.asarray(x, np.float32) for x in (q, k, v)))
     assert dense.distance(call(scale=0.3, documents=documents), expected) < 0.01

@@ -44,7 +44,7 @@ def backends() -> dict[str, Backend]:
     def has_triton(chip: Chip, attending: Attending) -> bool:
         return fused(chip) and (attending.width is None or attending.width in TRITON_WIDTHS)
 
-    lanes = frozenset(("gradient_window", "tagged"))
+    lanes = frozenset(("gradient_window", "doc_tagged"))
     return {
         "cudnn": Backend(cudnn, "offsets_BO", on_gpu, has_cudnn, lanes | {"longest"}),
         "cudnn_lanes": Backend(cudnn_lanes, "offsets_BO", on_gpu, has_cudnn_lanes),

@@ -125,8 +125,8 @@ def attention(
     documents: Documents | None = None,
     window: int | None = None,
     backend: str = "xla",
-    marked: bool = False,
-    tagged: bool = False,
+    overflow_checked: bool = False,
+    doc_tagged: bool = False,
     gradient_window: int | None = None,
 ) -> jax.Array:
     """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, shape and dtype
@@ -143,10 +143,10 @@ def attention(
     (and all but ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest
     ``documents.offsets``: a lane of more than ``max_docs`` documents, or of one past
     ``max_doc_len``, gives NaN, never a silently wrong mask; of the latter ``cudnn`` does not write
-    what is past it. ``marked``: the queries of such lanes are NaN already
+    what is past it. ``overflow_checked``: the queries of such lanes are NaN already
     (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them
-    NaN is left out. ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn``
-    then needs no table of documents, and no block of its kernels is without work.
+    NaN is left out. ``doc_tagged``: queries and keys are normalised and have :func:`tags`;
+    ``cudnn`` then needs no table of documents, and no block of its kernels is without work.
 
     With ``gradient_window`` a query and a key that is so many tokens before it, or more, get no
     gradient from each other; the softmax is that of all keys, in the backward pass too (PR 371 of
@@ -170,7 +170,9 @@ def attention(
         windows = {"window": window, "gradient_window": gradient_window}
         return _over_heads(partial(path, scale=scale, **windows), q_BTHK, k_BTHK, v_BTHK, ids_BT)
     both = window, gradient_window
-    return _by_kernel(backend, q_BTHK, k_BTHK, v_BTHK, scale, documents, *both, marked, tagged)
+    return _by_kernel(
+        backend, q_BTHK, k_BTHK, v_BTHK, scale, documents, *both, overflow_checked, doc_tagged
+    )
 
 
 def _check_asked(backend: str, window: int | None) -> None:
@@ -198,8 +200,8 @@ def _by_kernel(
     documents: Documents | None,
     window: int | None,
     gradient_window: int | None,
-    marked: bool,
-    tagged: bool,
+    overflow_checked: bool,
+    doc_tagged: bool,
 ) -> jax.Array:
     """:func:`attention` by a kernel, which is told what it takes of documents and windows."""
     from jspeed.model.custom_kernels import backends
@@ -218,14 +220,14 @@ def _by_kernel(
     if gradient_window is not None:
         known["gradient_window"] = gradient_window
     told = {name: number for name, number in known.items() if name in kernel.takes}
-    if tagged := tagged and "tagged" in kernel.takes:
+    if doc_tagged := doc_tagged and "doc_tagged" in kernel.takes:
         _require_apart(scale, v_BTHK.shape[-1] // 2)
         told.pop("longest", None)
 
     def attend(q_BTHK, k_BTHK, v_BTHK, of_documents):
-        if kernel.reads == "offsets_BO" and of_documents is not None and not marked:
+        if kernel.reads == "offsets_BO" and of_documents is not None and not overflow_checked:
             q_BTHK = nan_where_overflown(q_BTHK, of_documents)
-        given = {kernel.reads: None if tagged else of_documents}
+        given = {kernel.reads: None if doc_tagged else of_documents}
         return kernel.attend(q_BTHK, k_BTHK, v_BTHK, scale=scale, window=window, **given, **told)
 
     of_documents = documents and (documents.ids if kernel.reads == "ids_BT" else documents.offsets)

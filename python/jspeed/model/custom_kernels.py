@@ -76,9 +76,10 @@ class Backend(NamedTuple):
     """A kernel of attention: ``attend(q, k, v, scale=, window=, ...)``. Of documents it ``reads``
     their numbers (``ids_BT=``) or where they start (``offsets_BO=``).
 
-    Of ``longest``, ``gradient_window`` and ``tagged`` (:func:`jspeed.model.attention.attention`) it
-    knows those that it ``takes``. ``runs_on(chip)``: whether it may be asked for there;
-    ``suits(chip, attending)``: whether it is taken by itself. ``file``: what must be importable.
+    Of ``longest``, ``gradient_window`` and ``doc_tagged``
+    (:func:`jspeed.model.attention.attention`) it knows those that it ``takes``. ``runs_on(chip)``:
+    whether it may be asked for there; ``suits(chip, attending)``: whether it is taken by itself.
+    ``file``: what must be importable.
     """
 
     attend: Run

@@ -83,9 +83,9 @@ def queries_and_keys(
 
     With ``kernel`` ("queries and keys"), and no active KV cache, that is one kernel, and so is its
     gradient: equal up to rounding. The kernel also makes lanes NaN that have more ``documents``
-    than slots: call :func:`jspeed.model.attention.attention` with ``marked``. It appends channels
-    to each head up to ``padded``, as attention would where values are that wide:
-    :func:`jspeed.model.attention.tags` (call it with ``tagged``), then zeros. Inside
+    than slots: call :func:`jspeed.model.attention.attention` with ``overflow_checked``. It appends
+    channels to each head up to ``padded``, as attention would where values are that wide:
+    :func:`jspeed.model.attention.tags` (call it with ``doc_tagged``), then zeros. Inside
     ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what it does not support.
     """
     if not kernel or active_cache():

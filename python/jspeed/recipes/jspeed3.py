@@ -474,7 +474,7 @@ def attend(
     # --- Attention ---
     # The kernel of queries and keys marks lanes of too many documents. It fills up narrow heads
     # with tags of documents, so that attention needs no mask of them.
-    marked = rotary is not None
+    overflow_checked = rotary is not None
     near = GRADIENT_WINDOWS[ctx.stage.own] if ctx.training else 0
     y_BTHK = (attention_in_pairs if paired else attention)(
         q_BTHK,
@@ -483,8 +483,8 @@ def attend(
         scale=scale,
         documents=documents,
         window=ctx.stage.windows[layer],
-        marked=marked,
-        tagged=marked and width < wide,
+        overflow_checked=overflow_checked,
+        doc_tagged=overflow_checked and width < wide,
         gradient_window=1 + BLOCK * near if near else None,
         backend=ctx.attention,
     )

@@ -456,7 +456,7 @@ def attend(
     # --- Attention ---
     # The kernel of queries and keys marks lanes of too many documents. It fills up narrow heads
     # with tags of documents, so that attention needs no mask of them.
-    marked = rotary is not None
+    overflow_checked = rotary is not None
     y_BTHK = (attention_in_pairs if paired else attention)(
         q_BTHK,
         k_BTHK,
@@ -464,8 +464,8 @@ def attend(
         scale=scale,
         documents=documents,
         window=ctx.stage.windows[layer],
-        marked=marked,
-        tagged=marked and width < wide,
+        overflow_checked=overflow_checked,
+        doc_tagged=overflow_checked and width < wide,
         backend=ctx.attention,
     )
     # --- Heads: without their own token's value, which the state has already; some louder ---

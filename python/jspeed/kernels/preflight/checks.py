@@ -63,15 +63,15 @@ def first_mismatch(
 
 
 def attention_error(
-    backend: str, width: int, packed: bool, bounded: bool = False, tagged: bool = False
+    backend: str, width: int, packed: bool, bounded: bool = False, doc_tagged: bool = False
 ) -> str | None:
     """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return
     what is wrong.
 
     ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are
-    half as long again, of documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads
-    have documents in their second half. Both have gradients of near keys alone, as a recipe may.
-    Raises what the backend raises.
+    half as long again, of documents that ``backend`` is told to be at most LENGTH. ``doc_tagged``
+    heads have documents in their second half. Both have gradients of near keys alone, as a recipe
+    may. Raises what the backend raises.
     """
     tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
     tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
@@ -82,8 +82,8 @@ def attention_error(
         draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4)
     )
     scale, window, half = width**-0.5, WINDOW if packed else None, width // 2
-    near = WINDOW // 2 if bounded or tagged else None
-    if tagged:
+    near = WINDOW // 2 if bounded or doc_tagged else None
+    if doc_tagged:
         q[..., half:] = k[..., half:] = 0
 
     def call(
@@ -96,12 +96,12 @@ def attention_error(
         )
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            if tagged and documents:
+            if doc_tagged and documents:
                 q, k = (x.at[..., half:].set(tags(documents, half)[:, :, None]) for x in (q, k))
             call = partial(
                 attention, scale=scale, documents=documents, window=window, backend=backend
             )
-            return call(q, k, v, tagged=tagged, gradient_window=near)
+            return call(q, k, v, doc_tagged=doc_tagged, gradient_window=near)
 
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)

@@ -113,7 +113,7 @@ def custom_kernels(recipe: Recipe, device: Device) -> list[Feature]:
             and has_bounded_documents(recipe)
         ):
             width = head_width(recipe) or 128
-            check = partial(checks.attention_error, "cudnn", width, packed=True, tagged=True)
+            check = partial(checks.attention_error, "cudnn", width, packed=True, doc_tagged=True)
             its[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
         found.append(
             Feature("OWN_KERNELS", name, its, partial(_without, kernel), f"XLA's instead of {name}")
