@@ -132,7 +132,7 @@ class Context:
     In training ``step`` is the number of steps before this one and ``first_row`` the global index
     of this micro-batch's first row (int32 scalars); random keys derive from both
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh.
-    ``pieces``: into how many pieces each lane is split (1: not split).
+    ``sub_lanes``: into how many sub-lanes each lane is split (1: not split).
     ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
     ``fetch(table, ids, kernel=None)`` looks up rows of a table with a ``row`` axis, on any
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
@@ -150,7 +150,7 @@ class Context:
     blocks: Callable[..., Any] = run_blocks
     step: jax.Array | int = 0
     first_row: jax.Array | int = 0
-    pieces: int = 1
+    sub_lanes: int = 1
     head_chunk: int | None = None
     fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, kernel=None: table_VD[ids_BT]
     owners: int = 1

@@ -203,7 +203,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
     matrices, share = (
         params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH),
-        tokens_BT.shape[0] / (LANES * ctx.pieces),
+        tokens_BT.shape[0] / (LANES * ctx.sub_lanes),
     )
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:

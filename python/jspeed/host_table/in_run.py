@@ -33,7 +33,7 @@ from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import ParamSpec, Recipe, Stage
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.division import cut, pieces_of
+from jspeed.run.compute.division import cut, sub_lanes_of
 from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows, file_of
 from jspeed.run.compute.program import Program, eval_parts
 
@@ -316,7 +316,7 @@ def inputs_of(
 ) -> Callable[[jax.Array], NDArray[Any]]:
     """Return what finds the inputs of a batch whose rows are looked up: those of its lanes, or of
     the pieces into which a step over ``parts`` micro-batches cuts them."""
-    pieces = pieces_of(recipe, stage, mesh, parts)
+    pieces = sub_lanes_of(recipe, stage, mesh, parts)
     if pieces == 1:
         return lambda tokens: split(recipe.beside, np.asarray(tokens))[0][:, :-1]
     in_pieces = jax.jit(partial(cut, recipe, stage, pieces))

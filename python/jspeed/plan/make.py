@@ -248,10 +248,12 @@ def memory_summary(
     available = f"{limit / 1e9:.1f} GB ({limit / device_bytes:.0%} of {device_bytes / 1e9:.1f})"
     if need <= limit:
         lane = worst.stage.lane_len
-        pieces = f", lanes cut at document borders into {lane // tokens}" if tokens < lane else ""
+        sub_lanes = (
+            f", lanes cut at document borders into {lane // tokens}" if tokens < lane else ""
+        )
         chunks = f", the head's loss in chunks of {worst.head_chunk:,}" if worst.head_chunk else ""
         remat = ", layers recomputed for their gradients" if worst.remat else ""
-        how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}{remat}"
+        how = f"a micro-batch of {tokens:,} tokens{sub_lanes}{chunks}{remat}"
         return True, f"fits: {need / 1e9:.1f} of {available} a device with {how}"
     problem = (
         f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and"

@@ -265,7 +265,7 @@ def prepared(params: Params, tokens_BT: Array, ctx: Context) -> Common:
     values = [layers.lookup(table, tokens_BT) for table in params["values"]]
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
     mlp, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), len(tokens_BT)
-    banks = mlp, largest, share / (LANES * ctx.pieces)
+    banks = mlp, largest, share / (LANES * ctx.sub_lanes)
     # --- First state: the word, and some of the word before ---
     tied = STARTS[ctx.stage.own + 1] - 1 <= LAST_TIED
     e_BTD = layers.lookup(params["head" if tied else "embed"], tokens_BT)

@@ -365,7 +365,7 @@ def scaled_banks(params: Params, ctx: Context, lanes: int) -> tuple[Array, Array
     of_keys = jnp.max(of_heads, axis=1)
     of_values = fp8.scales_of(values_outs[: 2 * len(attending) : 2], read_NO=READ_VALUES)
     w_scales = {"mlp": of_mlps, "queries_keys": of_keys, "values": of_values}
-    share, casts = lanes / (LANES * ctx.pieces), ctx.kernel(OWN_KERNELS, "FP8 casts")
+    share, casts = lanes / (LANES * ctx.sub_lanes), ctx.kernel(OWN_KERNELS, "FP8 casts")
     rounding = fp8.Rounding(params["largest"], AMAX, w_scales, share, WIDTH**0.5, casts)
     return queries_keys, values_outs, rounding
 

@@ -48,9 +48,9 @@ def test_every_token_counts_once_with_its_document():
     recipe = find("r29", R29).recipe
     stage = recipe.stages[0]
     [tokens] = packed(recipe, 1, 16)
-    assert division.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
+    assert division.numbers_of_sub_lanes(recipe, stage) == [2, 4, 8, 16, 32]
     for number in (2, 8):
-        length = division.piece_length(stage, number)
+        length = division.sub_lane_length(stage, number)
         cut = jax.jit(partial(division.cut, recipe, stage, number))
         cut, counts = jax.device_get(cut(tokens.astype(np.int32)))
         assert length < LANE and cut.shape == (8 * number, length + 1)
@@ -75,10 +75,10 @@ def test_only_lanes_of_bounded_documents_are_cut():
     unbounded = dataclasses.replace(recipe.stages[0], max_doc_len=None)
     contiguous = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, align=None))
     for given, stage in ((recipe, unbounded), (contiguous, recipe.stages[0])):
-        assert division.numbers_of_pieces(given, stage) == []
+        assert division.numbers_of_sub_lanes(given, stage) == []
     full = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
-    assert division.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
-    lengths = [division.piece_length(full, n) for n in (1, 2, 4, 32)]
+    assert division.numbers_of_sub_lanes(recipe, full) == [2, 4, 8, 16, 32]
+    lengths = [division.sub_lane_length(full, n) for n in (1, 2, 4, 32)]
     assert lengths == [49_152, 26_752, 14_464, 3_712]
 
 
@@ -115,7 +115,7 @@ def test_gradients_of_pieces_and_chunks_are_those_of_lanes(name, sets):
 
 @pytest.mark.slow
 def test_fp8_scales_are_those_of_lanes():
-    """The mean over lanes of the largest entry becomes the mean over their pieces, no larger."""
+    """The mean over lanes of the largest entry becomes the mean over their sub-lanes, no larger."""
     recipe = find("r89", [*TOYS["r89"], *STAGED, "FP8=on"]).recipe
     [tokens] = packed(recipe, 1, 16)
     ctx, params = Context(recipe.stages[0], training=True), first_parameters(recipe)
@@ -256,7 +256,7 @@ def test_chunks_free_nothing_of_lanes_pipelines_or_the_unscored():
         ("r21", ["LANES=2", "LAYERS=2"], [(1, None, False), (2, None, False), (2, None, True)]),
         # Layers that are alike; the head's loss stays in chunks.
         ("track3", ["LANES=1", "LAYERS=1"], [(1, None, False), (1, 4, False), (1, 4, True)]),
-        # Pieces, and no layer that could be recomputed by itself.
+        # Sub-lanes, and no layer that could be recomputed by itself.
         pytest.param(
             "r29",
             [*R29, "LANES=1", "LAYERS=2"],
@@ -302,6 +302,6 @@ def test_notes_on_what_makes_a_step_fit_in_memory():
     stage = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
     for tokens in (65_536, 49_152):
         assert not [*division.memory_notes(stage, tokens, None, False)]
-    pieces, chunks, remat = division.memory_notes(stage, 24_576, 4096, True)
-    assert "49,152 tokens" in pieces and "2 pieces of at most 26,752" in pieces
+    sub_lanes, chunks, remat = division.memory_notes(stage, 24_576, 4096, True)
+    assert "49,152 tokens" in sub_lanes and "2 sub-lanes of at most 26,752" in sub_lanes
     assert "4,096 tokens" in chunks and "recomputed" in remat

@@ -76,7 +76,7 @@ def table_bytes(spec: ParamSpec) -> int:
 
 def buffer_bytes(recipe: Recipe) -> int:
     """Return the bytes that a run keeps besides tables: rows for the devices, and gradients since
-    the last update. Where lanes are cut into pieces, which overlap, they are more."""
+    the last update. Where lanes are cut into sub-lanes, which overlap, they are more."""
     return max(
         sum(
             (BUFFERS + spec.updated_after(stage))

@@ -1,5 +1,5 @@
 """The division of a global batch over devices, into micro-batches, and of lanes (rows of packed
-documents) into pieces; and what is tried, in order, until a step fits in memory.
+documents) into sub-lanes; and what is tried, in order, until a step fits in memory.
 
 Where a device cannot hold a lane it is cut at document borders; the batch stays the same. Further
 settings are the head's loss in chunks, and layers that are recomputed.
@@ -20,7 +20,7 @@ from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.record.sizes import scored_heads
 from jspeed.run.compute.device import Device, Placement
 
-MOST = 32  # pieces of a lane
+MOST = 32  # sub-lanes of a lane
 # Numbers of a layer's activations that a CPU evaluates at once: with fewer, an operation takes
 # longer to begin than to compute. shakespeare-char, 64 wide, 111,488 tokens: 753 ms of processor
 # time by 512 tokens, 591 by 2,048, with the same bits; stdlib, 192 wide, took the same.
@@ -28,11 +28,11 @@ CPU_EVALUATION = 2**17
 # Numbers of a layer's activations that a CPU trains on at once, where that is the whole batch. An
 # update of nanoGPT's CPU setting, 768 tokens of 128: 69 ms of one core in two parts, 64 in one.
 CPU_STEP = 512 * 192
-# tokens on either side of a piece, which primitives see: model/ngrams.py looks back order - 1
+# tokens on either side of a sub-lane, which primitives see: model/ngrams.py looks back order - 1
 MARGIN = 8
 # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
 HEAD_CHUNK = 4096
-TILE = 128  # lengths of pieces are a multiple of it in long lanes whose own length is
+TILE = 128  # lengths of sub-lanes are a multiple of it in long lanes whose own length is
 
 
 def place(
@@ -68,14 +68,14 @@ def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
 def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
     """Return into how many micro-batches one device may divide its lanes, fewest first.
 
-    Up to one lane each, then, where documents have a bound and there is no pipeline, pieces of a
+    Up to one lane each, then, where documents have a bound and there is no pipeline, sub-lanes of a
     lane.
     """
     lanes = lanes_of_device(recipe, stage, mesh)
     whole = [parts for parts in range(1, lanes + 1) if lanes % parts == 0]
     if mesh.shape.get("pipe", 1) > 1:
         return whole
-    return whole + [lanes * pieces for pieces in numbers_of_pieces(recipe, stage)]
+    return whole + [lanes * sub_lanes for sub_lanes in numbers_of_sub_lanes(recipe, stage)]
 
 
 def micro_batches(
@@ -101,7 +101,7 @@ def micro_batches(
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)}"
             f" tokens ({recipe.lanes} lanes of {stage.lane_len}) is not a multiple of"
-            f" {mesh.shape['data']} devices x {micro_batch} tokens; whole lanes, or pieces that"
+            f" {mesh.shape['data']} devices x {micro_batch} tokens; whole lanes, or sub-lanes that"
             f" document borders allow, need one of {sizes}"
         )
     return (own // micro_batch,)
@@ -118,37 +118,37 @@ def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, r
     return max(micro_tokens, -(-own // -(-own // most)) * recipe.eval_len)
 
 
-def numbers_of_pieces(recipe: Recipe, stage: Stage) -> list[int]:
-    """Numbers of pieces into which a lane may be cut, each making them shorter; none where
+def numbers_of_sub_lanes(recipe: Recipe, stage: Stage) -> list[int]:
+    """Numbers of sub-lanes into which a lane may be cut, each making them shorter; none where
     documents have no bound, or tokens have numbers beside them."""
     if recipe.beside or recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
         return []
     numbers, longest = [], stage.lane_len
-    for pieces in (2**n for n in range(1, MOST.bit_length())):
-        if stage.lane_len % pieces == 0 and piece_length(stage, pieces) < longest:
-            numbers.append(pieces)
-            longest = piece_length(stage, pieces)
+    for sub_lanes in (2**n for n in range(1, MOST.bit_length())):
+        if stage.lane_len % sub_lanes == 0 and sub_lane_length(stage, sub_lanes) < longest:
+            numbers.append(sub_lanes)
+            longest = sub_lane_length(stage, sub_lanes)
     return numbers
 
 
-def piece_length(stage: Stage, pieces: int) -> int:
-    """Tokens of a piece: its share of the lane, one document more, and the margins; at most the
+def sub_lane_length(stage: Stage, sub_lanes: int) -> int:
+    """Tokens of a sub-lane: its share of the lane, one document more, and the margins; at most the
     lane."""
     tile = 1 if stage.lane_len % TILE or stage.lane_len < 16 * TILE else TILE
-    needed = -(-stage.lane_len // pieces) + (stage.max_doc_len or 0) + 2 * MARGIN
+    needed = -(-stage.lane_len // sub_lanes) + (stage.max_doc_len or 0) + 2 * MARGIN
     return min(stage.lane_len, -(-needed // tile) * tile)
 
 
-def pieces_of(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
-    """Return into how many pieces a lane is cut where a device has ``parts`` micro-batches."""
+def sub_lanes_of(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+    """Return into how many sub-lanes a lane is cut where a device has ``parts`` micro-batches."""
     return max(1, parts // lanes_of_device(recipe, stage, mesh))
 
 
 def looked_up(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
-    """Return the tokens of a step that rows are looked up for: of lanes, or of all their pieces,
+    """Return the tokens of a step that rows are looked up for: of lanes, or of all their sub-lanes,
     which overlap."""
-    pieces = pieces_of(recipe, stage, mesh, parts)
-    return recipe.lanes * pieces * piece_length(stage, pieces)
+    sub_lanes = sub_lanes_of(recipe, stage, mesh, parts)
+    return recipe.lanes * sub_lanes * sub_lane_length(stage, sub_lanes)
 
 
 def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
@@ -162,23 +162,23 @@ def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int
 
 
 def cut(
-    recipe: Recipe, stage: Stage, pieces: int, tokens: jax.Array
+    recipe: Recipe, stage: Stage, sub_lanes: int, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cut rows ``[B, T + 1]`` into ``[B x pieces, P + 1]``; also return the mask of the tokens that
-    each piece scores, fp32 ``[B x pieces, P]``.
+    """Cut rows ``[B, T + 1]`` into ``[B x sub-lanes, P + 1]``; also return the mask of the tokens
+    that each sub-lane scores, fp32 ``[B x sub-lanes, P]``.
 
-    The n-th piece begins with the last document that starts at or before n / ``pieces`` of the
-    lane. Every token is scored in one piece: 1, or 0. A lane with a document longer than
+    The n-th sub-lane begins with the last document that starts at or before n / ``sub_lanes`` of
+    the lane. Every token is scored in one sub-lane: 1, or 0. A lane with a document longer than
     ``stage.max_doc_len``, which the loader never gives, has NaN instead, so that a lost token shows
     in the loss.
     """
-    length, rows = piece_length(stage, pieces), tokens.shape[0]
+    length, rows = sub_lane_length(stage, sub_lanes), tokens.shape[0]
     lane = tokens.shape[1] - 1
     position_T = jnp.arange(lane, dtype=jnp.int32)
     last_BT = jax.lax.cummax(
         jnp.where(tokens[:, :lane] == recipe.data.bos_id, position_T[None], 0), axis=1
     )
-    inner_BN = last_BT[:, jnp.array([n * lane // pieces for n in range(1, pieces)])]
+    inner_BN = last_BT[:, jnp.array([n * lane // sub_lanes for n in range(1, sub_lanes)])]
     start_BN = jnp.concatenate([jnp.zeros((rows, 1), jnp.int32), inner_BN], axis=1)
     stop_BN = jnp.concatenate([inner_BN, jnp.full((rows, 1), lane, jnp.int32)], axis=1)
     first_BN = jnp.clip(start_BN - MARGIN, 0, lane - length)
@@ -195,7 +195,8 @@ def cut(
     ).astype(jnp.float32)
     fits_BN = stop_BN <= first_BN + length
     counts_BNP *= jnp.where(fits_BN, 1.0, jnp.nan)[..., None]
-    return cut_BNP.reshape(rows * pieces, length + 1), counts_BNP.reshape(rows * pieces, length)
+    rows = rows * sub_lanes
+    return cut_BNP.reshape(rows, length + 1), counts_BNP.reshape(rows, length)
 
 
 class Attempt(NamedTuple):
@@ -235,7 +236,7 @@ def attempts(
     One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks.
     This is left out where they free too little (:func:`bytes_freed_by_chunks`), or the recipe's
     loss takes none, so that the program would be the same. For the smallest micro-batch layers are
-    recomputed then: more expensive than pieces, so it comes last.
+    recomputed then: more expensive than sub-lanes, so it comes last.
     """
 
     def attempt(
@@ -274,7 +275,7 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
     if parts < lanes or mesh.shape.get("pipe", 1) > 1:
         return 0
     logits = [rows * size for rows, size in scored_heads(recipe, stage)]
-    return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
+    return 2 * max(0, sub_lane_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
 
 
 def without_room(
@@ -316,9 +317,9 @@ def memory_notes(
     """Yield a note on each setting that makes a step of ``stage`` fit; none if a device takes whole
     lanes and all of their logits at once."""
     if micro_tokens < (lane := stage.lane_len):
-        pieces = lane // micro_tokens
-        longest = f"pieces of at most {piece_length(stage, pieces):,}, one at a time"
-        yield f"a lane of {lane:,} tokens is cut at document borders into {pieces} {longest}"
+        sub_lanes = lane // micro_tokens
+        longest = f"sub-lanes of at most {sub_lane_length(stage, sub_lanes):,}, one at a time"
+        yield f"a lane of {lane:,} tokens is cut at document borders into {sub_lanes} {longest}"
     if head_chunk:
         yield (
             f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"

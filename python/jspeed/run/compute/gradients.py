@@ -58,13 +58,13 @@ def gradients(
 
     ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
     summed in fp32. More ``parts`` than rows cut each row at document borders
-    (:mod:`jspeed.run.compute.division`) and take one piece at a time.
+    (:mod:`jspeed.run.compute.division`) and take one sub-lane at a time.
     """
     ctx = replace(ctx, step=place[0], first_row=place[1])
     if parts > tokens.shape[0]:
-        pieces = parts // tokens.shape[0]
+        sub_lanes = parts // tokens.shape[0]
         tokens = tokens.astype(jnp.int32)
-        return piecewise_gradients(recipe, ctx, pieces, weight, params, tokens, given)
+        return sub_lane_gradients(recipe, ctx, sub_lanes, weight, params, tokens, given)
     tokens, given = jax.tree.map(
         lambda rows: rows.reshape(parts, -1, *rows.shape[1:]),
         (tokens.astype(jnp.int32), given),
@@ -142,30 +142,30 @@ def summed_gradients(
     return joined, found
 
 
-def piecewise_gradients(
+def sub_lane_gradients(
     recipe: Recipe,
     ctx: Context,
-    pieces: int,
+    sub_lanes: int,
     weight: float,
     params: Any,
     tokens: jax.Array,
     given: Rows,
 ) -> tuple[Any, jax.Array, Rows]:
-    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time;
-    rows are ``given`` for each piece."""
+    """:func:`gradients` of rows (int32) that are cut into ``sub_lanes`` each, one of them at a
+    time; rows are ``given`` for each sub-lane."""
     rows = tokens.shape[0]
-    cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
+    cut_rows, counts = division.cut(recipe, ctx.stage, sub_lanes, tokens)
 
     def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = weigh(recipe, micro, weight * counts_BT)
-        now = replace(ctx, pieces=pieces)
+        now = replace(ctx, sub_lanes=sub_lanes)
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
     one_by_one = jax.tree.map(lambda x: x[:, None], (given, cut_rows, counts))
-    grads, (piece_losses, of_given) = summed_gradients(recipe, ctx, params, loss, *one_by_one)
+    grads, (sub_lane_losses, of_given) = summed_gradients(recipe, ctx, params, loss, *one_by_one)
     of_given = jax.tree.map(lambda x: x[:, 0], of_given)
-    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1), of_given
+    return grads, jnp.sum(sub_lane_losses.reshape(rows, sub_lanes), axis=1), of_given
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:

@@ -29,8 +29,8 @@ from jspeed.run.compute.division import (
     divisions,
     evaluated_at_once,
     lanes_of_device,
-    piece_length,
-    pieces_of,
+    sub_lane_length,
+    sub_lanes_of,
     without_room,
 )
 from jspeed.run.compute.host_tables import HostTables, Rows, given_shapes
@@ -273,9 +273,9 @@ def fit(
     """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory,
     compiled; ``inside`` notes what is in it.
 
-    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises
-    :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much memory, or
-    those that were tried until ``stop`` was set.
+    Where one lane is too much, micro-batches are sub-lanes of lanes, more than there are lanes.
+    Raises :class:`BadInput` if the micro-batch that was asked for, or every one, needs too much
+    memory, or those that were tried until ``stop`` was set.
     """
     stage, mesh, device = recipe.stages[number], placement.mesh, placement.device
     limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
@@ -360,8 +360,8 @@ def trace_step(
     state, shardings = state_shardings(recipe, layout, mesh)
     shape = recipe.lanes, recipe.row_words(stage.lane_len)
     tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
-    pieces = pieces_of(recipe, stage, mesh, parts)
-    given = given_shapes(recipe, recipe.lanes * pieces, piece_length(stage, pieces), mesh)
+    sub_lanes = sub_lanes_of(recipe, stage, mesh, parts)
+    given = given_shapes(recipe, recipe.lanes * sub_lanes, sub_lane_length(stage, sub_lanes), mesh)
 
     def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, dict[str, Any]]:
         return train_step(recipe, ctx, placement, parts, phase, state, tokens, *given)
