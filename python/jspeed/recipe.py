@@ -136,10 +136,10 @@ class Context:
     ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
     ``fetch(table, ids, kernel=None)`` looks up rows of a table with a ``row`` axis, on any
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
-    itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of
-    a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow
-    id p are set. ``beside``: what is known of the inputs beside themselves, of a recipe that asks
-    for it; None where nothing knows it, as in ``jspeed sample``.
+    itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``tokenizer_mask``, in an
+    evaluation of a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that
+    never follow id p are set. ``beside``: what is known of the inputs beside themselves, of a
+    recipe that asks for it; None where nothing knows it, as in ``jspeed sample``.
     """
 
     stage: Stage
@@ -155,7 +155,7 @@ class Context:
     fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, kernel=None: table_VD[ids_BT]
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
-    impossible: jax.Array | None = None
+    tokenizer_mask: jax.Array | None = None
     beside: Any = None
 
     def use_fp8(self, asked: str) -> bool:
@@ -253,8 +253,8 @@ class Recipe:
     ``[B, T]`` name, as ``ctx.fetch`` is called with: such a table may lie in the host's memory.
     ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place after the
     last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
-    evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be
-    its tokens. ``beside`` (:class:`jspeed.base.beside.Beside`): steps and evaluations get
+    evaluations get ``Context.tokenizer_mask``, what GPT-2's tokenizer never writes; the data must
+    be its tokens. ``beside`` (:class:`jspeed.base.beside.Beside`): steps and evaluations get
     ``Context.beside``, from a loader of its own.
     """
 

@@ -162,8 +162,8 @@ def test_evaluation_of_a_long_row(device, canonical):
     state = {name: r29.RECIPE.parameters["head"] for name in ("x", "head")}
     recipe = replace(r29.RECIPE, parameters=state, hidden=lambda params, *_: params["x"])
 
-    def evaluation(x, w, tokens, impossible):
-        ctx = Context(recipe.stages[-1], training=False, impossible=impossible)
+    def evaluation(x, w, tokens, tokenizer_mask):
+        ctx = Context(recipe.stages[-1], training=False, tokenizer_mask=tokenizer_mask)
         return score.losses(recipe, {"x": x, "head": w}, tokens, tokens, ctx)
 
     x = array(device, (1, 262_144, WIDTH), jnp.bfloat16)

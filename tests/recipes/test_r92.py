@@ -237,10 +237,10 @@ def test_canonical_evaluation():
     tokens = rng.integers(0, 272, size=(2, 25))
     bits = rng.uniform(size=(384, 384)) < 0.3
     bits[tokens[:, :-1], tokens[:, 1:]] = False
-    impossible = jnp.asarray(np.packbits(bits, axis=1, bitorder="little"))
+    tokenizer_mask = jnp.asarray(np.packbits(bits, axis=1, bitorder="little"))
     losses = []
-    for known in (None, impossible):
-        ctx = r.Context(found.stages[-1], training=False, impossible=known)
+    for known in (None, tokenizer_mask):
+        ctx = r.Context(found.stages[-1], training=False, tokenizer_mask=known)
         arguments = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), ctx
         losses.append(np.asarray(score.losses(given, {"head": head_VD}, *arguments), np.float64))
     z = np.asarray(found.logits({"head": head_VD}, x_BTD, ctx), np.float64)

@@ -134,7 +134,9 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
     )  # fmt: skip
     validation = evaluate.to_devices(of_data.rows, padded, known, placement.mesh)
     if of_data.byte_pairs:
-        validation.impossible = evaluate.impossible(known, of_data.byte_pairs, placement.mesh)
+        validation.tokenizer_mask = evaluate.tokenizer_mask(
+            known, of_data.byte_pairs, placement.mesh
+        )
     checked = Preflight(placement)
     setup = Setup(options, loaded, of_data, none, program, validation, none, {}, none, checked)
     return setup, params

@@ -97,7 +97,7 @@ def validate(
     padded, run = compile_evaluation(recipe, placement, placement.device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     if pairs := evaluate.byte_pairs(recipe, tokenizer.name, gpt2_byte_pairs):
-        validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
+        validation.tokenizer_mask = evaluate.tokenizer_mask(recipe, pairs, model.mesh)
     if loader := stream_of(model, folder):
         with loader:
             evaluate.look_up(validation, rows, loader, model.mesh)

@@ -20,7 +20,7 @@ from jspeed.parallel.mesh import batch_rows, put, replicated
 from jspeed.recipe import Recipe
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
-from jspeed.run.compute.program import Program, impossible_shape
+from jspeed.run.compute.program import Program, tokenizer_mask_shape
 from jspeed.run.compute.score import hits
 from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
@@ -31,8 +31,8 @@ class ValidationSet:
     ``Data.dtype``, and their ``targets`` ``[padded rows, eval_len]``.
 
     The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a
-    target in the loss. ``impossible`` is that of :class:`~jspeed.recipe.Context` for a canonical
-    recipe; until it is known nothing is impossible.
+    target in the loss. ``tokenizer_mask`` is that of :class:`~jspeed.recipe.Context` for a
+    canonical recipe; until it is known nothing is impossible.
     """
 
     rows: jax.Array
@@ -40,12 +40,12 @@ class ValidationSet:
     count: int
     tokens: int
     mean_weight: float = 1.0
-    impossible: jax.Array | None = None
+    tokenizer_mask: jax.Array | None = None
 
     @property
     def evaluated(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """What an evaluation takes besides parameters."""
-        return self.rows, self.targets, self.impossible
+        return self.rows, self.targets, self.tokenizer_mask
 
 
 class HoldoutRows(NamedTuple):
@@ -130,7 +130,8 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(
-            partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh)
+            partial(jnp.zeros, tokenizer_mask_shape(recipe), jnp.uint8),
+            out_shardings=replicated(mesh),
         )
         nothing = zeros()
     return ValidationSet(array, targets, len(rows), len(rows) * recipe.eval_len, mean, nothing)
@@ -183,7 +184,7 @@ def byte_pairs(
         raise BadInput(f"{what} the vocabulary: {error}, or --set CANONICAL=False") from None
 
 
-def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
+def tokenizer_mask(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
     """Return on all devices what GPT-2's tokenizer never writes: uint8 ``[V, V / 8]``, made by one
     core in Rust.
 
@@ -191,7 +192,7 @@ def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
     Python's lock.
     """
     return jax.block_until_ready(
-        put(canonical_mask(pairs, impossible_shape(recipe)[0]), replicated(mesh))
+        put(canonical_mask(pairs, tokenizer_mask_shape(recipe)[0]), replicated(mesh))
     )
 
 

@@ -35,7 +35,7 @@ from jspeed.run.compute.device import give_back_memory
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.console import Display
-from jspeed.run.evaluate import impossible, look_up, validation_accuracy, validation_loss
+from jspeed.run.evaluate import look_up, tokenizer_mask, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish, keep_best
 from jspeed.run.hooks import NO_HOOKS, Hooks
@@ -240,13 +240,15 @@ def settle(setup: Setup, history: History, mask: Callable[[], Future[jax.Array] 
     if isinstance(setup.data.loader, Knowing):
         setup.data.loader.wait()
     if history.steps and (built := mask()):
-        setup.validation.impossible = built.result()
+        setup.validation.tokenizer_mask = built.result()
 
 
 def begin_mask(setup: Setup) -> Future[jax.Array] | None:
     """Begin to build what is impossible, in a canonical recipe, in a thread."""
     pairs, mesh = setup.data.byte_pairs, setup.placement.mesh
-    return ThreadPoolExecutor(1).submit(impossible, setup.recipe, pairs, mesh) if pairs else None
+    return (
+        ThreadPoolExecutor(1).submit(tokenizer_mask, setup.recipe, pairs, mesh) if pairs else None
+    )
 
 
 def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None:

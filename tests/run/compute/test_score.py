@@ -74,7 +74,9 @@ def test_a_row_in_chunks_has_the_losses_of_the_whole_row(canonical, monkeypatch)
     params["head"] += 0.3 * jax.random.normal(jax.random.key(1), params["head"].shape)
     tokens = jax.random.randint(jax.random.key(2), (2, 17), 6, 257)
     bits = np.random.default_rng(3).uniform(size=(272, 272)) < 0.3
-    ctx = Context(recipe.stages[-1], training=False, impossible=packed(bits) if canonical else None)
+    ctx = Context(
+        recipe.stages[-1], training=False, tokenizer_mask=packed(bits) if canonical else None
+    )
     given = params, tokens[:, :-1], tokens[:, 1:], ctx
     whole = score.losses(replace(recipe, hidden=None, logits=None), *given)
     monkeypatch.setattr(score, "LOGITS", 2 * 7 * 272)

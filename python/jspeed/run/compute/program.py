@@ -61,8 +61,8 @@ class Program:
     ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
     number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
     ``Data.dtype`` (longer with more: :mod:`jspeed.base.beside`) -> (state, {"loss": fp32
-    scalar}). ``evaluate(params, rows, targets, impossible)``: such rows ``[eval_rows, eval_len +
-    1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
+    scalar}). ``evaluate(params, rows, targets, tokenizer_mask)``: such rows ``[eval_rows, eval_len
+    + 1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
     each target, the last rows padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,
     donated, after the last step: averages of weights take their place. In the last stage a device
     takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers
@@ -278,7 +278,7 @@ def fit(
     memory, or those that were tried until ``stop`` was set.
     """
     stage, mesh, device = recipe.stages[number], placement.mesh, placement.device
-    limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
+    limit = (device.memory or math.inf) - recipe.canonical * math.prod(tokenizer_mask_shape(recipe))
 
     def lower(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         how = replace(placement, layout=with_remat(placement.layout)) if remat else placement
@@ -408,15 +408,19 @@ def trace_evaluation(
     )
     whole = replicated(mesh)
     bits = (
-        jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole)
+        jax.ShapeDtypeStruct(tokenizer_mask_shape(recipe), jnp.uint8, sharding=whole)
         if recipe.canonical
         else None
     )
 
     def evaluation(
-        params: Any, rows: jax.Array, targets: jax.Array, impossible: jax.Array | None, *given: Rows
+        params: Any,
+        rows: jax.Array,
+        targets: jax.Array,
+        tokenizer_mask: jax.Array | None,
+        *given: Rows,
     ) -> jax.Array:
-        read = params, rows, targets, impossible, *given
+        read = params, rows, targets, tokenizer_mask, *given
         return eval_step(recipe, ctx, placement, parts, *read, measure=measure)
 
     jitted = jax.jit(evaluation, out_shardings=whole)
@@ -424,9 +428,9 @@ def trace_evaluation(
     return padded, jitted.trace(state["params"], tokens, targets, bits, *given)
 
 
-def impossible_shape(recipe: Recipe) -> tuple[int, int]:
-    """Return the shape of ``Context.impossible``: a row an id, a bit an id, both rounded up to a
-    multiple of 128."""
+def tokenizer_mask_shape(recipe: Recipe) -> tuple[int, int]:
+    """Return the shape of ``Context.tokenizer_mask``: a row an id, a bit an id, both rounded up to
+    a multiple of 128."""
     size = -(-recipe.data.vocab_size // 128) * 128
     return size, size // 8
 

@@ -60,10 +60,10 @@ def losses(
         z_BtV = checked(
             recipe, logits(params, jax.tree.unflatten(structure, of_state), ctx), targets_Bt
         )
-        loss_Bt = cross_entropy(z_BtV, targets_Bt, tokens_Bt, ctx.impossible)
+        loss_Bt = cross_entropy(z_BtV, targets_Bt, tokens_Bt, ctx.tokenizer_mask)
         if of_copies:
             copy_Bt = cross_entropy(
-                z_BtV, jnp.full_like(targets_Bt, copy_id), tokens_Bt, ctx.impossible
+                z_BtV, jnp.full_like(targets_Bt, copy_id), tokens_Bt, ctx.tokenizer_mask
             )
             loss_Bt = pointer.mixed_loss(loss_Bt, copy_Bt, *of_copies)
         return None, loss_Bt
@@ -129,7 +129,7 @@ def whole_rows(
 ) -> jax.Array:
     """Return the losses of rows from ``forward``'s logits, all at once."""
     logits_BTV = checked(recipe, recipe.forward(params, tokens_BT, ctx), targets_BT)
-    return cross_entropy(logits_BTV, targets_BT, tokens_BT, ctx.impossible)
+    return cross_entropy(logits_BTV, targets_BT, tokens_BT, ctx.tokenizer_mask)
 
 
 def checked(recipe: Recipe, logits: Any, targets_BT: jax.Array) -> jax.Array:
@@ -151,18 +151,21 @@ def checked(recipe: Recipe, logits: Any, targets_BT: jax.Array) -> jax.Array:
 
 
 def cross_entropy(
-    z_BTV: jax.Array, targets_BT: jax.Array, tokens_BT: jax.Array, impossible_VW: jax.Array | None
+    z_BTV: jax.Array,
+    targets_BT: jax.Array,
+    tokens_BT: jax.Array,
+    tokenizer_mask_VW: jax.Array | None,
 ) -> jax.Array:
     """Return minus the log-softmax of fp32 logits at the targets: ``[B, T]``.
 
     Ids that the tokenizer never writes after a token of ``tokens_BT`` have no share of the softmax
-    (bits of ``Context.impossible``); as a target, which no canonical text has, one would be
+    (bits of ``Context.tokenizer_mask``); as a target, which no canonical text has, one would be
     ``UNLIKELY`` below the highest logit.
     """
     own_BT = jnp.take_along_axis(z_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    if impossible_VW is None:
+    if tokenizer_mask_VW is None:
         return jax.nn.logsumexp(z_BTV, axis=-1) - own_BT
-    bits_BTW = impossible_VW[tokens_BT]
+    bits_BTW = tokenizer_mask_VW[tokens_BT]
     size = z_BTV.shape[-1]
     bits_BTV = jnp.unpackbits(bits_BTW, axis=-1, count=size, bitorder="little")
     possible_BTV = jnp.where(bits_BTV == 1, -jnp.inf, z_BTV)

@@ -247,7 +247,7 @@ def eval_step(
     params: Any,
     rows: jax.Array,
     targets: jax.Array,
-    impossible: jax.Array | None = None,
+    tokenizer_mask: jax.Array | None = None,
     given: Rows | None = None,
     *,
     measure: Measure = losses,
@@ -256,7 +256,7 @@ def eval_step(
     ``1 / parts`` of a device's rows at a time.
 
     Only the inputs of ``rows`` reach the recipe; ``targets`` (ids ``[rows, T]``) never do.
-    ``impossible`` is that of the context, ``given`` as of :func:`train_step`."""
+    ``tokenizer_mask`` is that of the context, ``given`` as of :func:`train_step`."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(
@@ -269,11 +269,11 @@ def eval_step(
         params: Any,
         rows: jax.Array,
         targets: jax.Array,
-        impossible: jax.Array | None,
+        tokenizer_mask: jax.Array | None,
         given: Rows,
     ) -> jax.Array:
         whole = gather_parameters(recipe, gather, params, cuts, later)
-        now = replace(ctx, impossible=impossible)
+        now = replace(ctx, tokenizer_mask=tokenizer_mask)
 
         def measured(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
             row, targets_BT, rows_of_part = part
@@ -291,7 +291,7 @@ def eval_step(
     lanes = rows_spec(mesh)
     specs = rows_only(cuts), lanes, lanes, PartitionSpec(), lanes
     step = shard_map_over_rows(mesh, on_device, specs, lanes)
-    return step(params, rows, targets, impossible, given or {})
+    return step(params, rows, targets, tokenizer_mask, given or {})
 
 
 def mean_weight(recipe: Recipe, tokens: Any) -> Any:
@@ -307,14 +307,14 @@ def replicated_on_all_devices(
     recipe: Recipe, ctx: Context, placement: Placement, function: Any
 ) -> Any:
     """Return jitted ``function(gathered params in their compute dtype, arrays, ctx)``, whose third
-    argument is the ``impossible`` of ctx; all devices do the same work."""
+    argument is the ``tokenizer_mask`` of ctx; all devices do the same work."""
     mesh, whole = placement.mesh, PartitionSpec()
     cuts = partitions(recipe.parameters, placement.layout, mesh)
     ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
 
-    def on_device(params: Any, arrays: Any, impossible: jax.Array | None) -> Any:
+    def on_device(params: Any, arrays: Any, tokenizer_mask: jax.Array | None) -> Any:
         gathered = gather_parameters(recipe, gather_all, params, cuts)
-        return function(gathered, arrays, replace(ctx, impossible=impossible))
+        return function(gathered, arrays, replace(ctx, tokenizer_mask=tokenizer_mask))
 
     return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole, whole), whole))
 

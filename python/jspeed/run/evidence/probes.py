@@ -178,7 +178,7 @@ def causality_of_run(
     the loader knows of them is included."""
     recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
     validation = to_devices(rows, program.eval_rows, recipe, mesh)
-    validation.impossible = setup.validation.impossible
+    validation.tokenizer_mask = setup.validation.tokenizer_mask
 
     def losses(inputs: np.ndarray) -> np.ndarray:
         look_up(validation, inputs, setup.data.loader, mesh)
@@ -216,9 +216,9 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         # with padding XLA may round one of the two in another way
         whole = with_given(recipe, without_padding(recipe, whole), given[1])
         logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
-        if ctx.impossible is not None:
+        if ctx.tokenizer_mask is not None:
             bits = jnp.unpackbits(
-                ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little"
+                ctx.tokenizer_mask[inputs], axis=-1, count=logits.shape[-1], bitorder="little"
             )
             logits = jnp.where(bits == 1, -jnp.inf, logits)
         log_p = jax.nn.log_softmax(logits, axis=-1)
@@ -233,7 +233,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     given = jax.tree.map(
         lambda array: put(array, replicated(setup.placement.mesh)), (known.astype(np.int32), rows)
     )
-    found, expected = jax.device_get(probe(params, given, setup.validation.impossible))
+    found, expected = jax.device_get(probe(params, given, setup.validation.tokenizer_mask))
     error = abs(float(found - expected))
     return {"passed": error <= SAME_LOSS, "error": error}
 
@@ -300,7 +300,7 @@ def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -
     validation = evaluate.to_devices(
         known, setup.program.eval_rows, setup.recipe, setup.placement.mesh
     )
-    validation.impossible = setup.validation.impossible
+    validation.tokenizer_mask = setup.validation.tokenizer_mask
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
     sha256 = sha256_of_rows(rows, setup)
     return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}

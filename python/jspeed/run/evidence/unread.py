@@ -47,7 +47,7 @@ def evaluate_unread(setup: Setup, steps: int, params: object) -> Unread | None:
         return None
     mesh, program = setup.placement.mesh, setup.program
     validation = to_devices(rows, program.eval_rows, setup.recipe, mesh)
-    validation.impossible = setup.validation.impossible
+    validation.tokenizer_mask = setup.validation.tokenizer_mask
     loss = validation_loss(program.evaluate, params, validation)
     return {
         "tokens": validation.tokens,
