@@ -27,7 +27,7 @@ class Dense:
         self.dtype = spec.compute or spec.dtype
         self.sums = self.dtype  # of accumulated gradients
         self.specs: Any = EACH_DEVICE  # of these on a mesh
-        self.carried = spec.every > 1  # whether a step leaves any for the next
+        self.accumulates = spec.every > 1  # whether a step leaves any for the next
 
     # --- The parameter as the forward pass sees it ---
 
@@ -205,7 +205,7 @@ class Rows(Dense):
 class OnHost:
     """A table in the host's memory, in no state and no program: whatever is asked of it is None."""
 
-    carried = False
+    accumulates = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         getattr(Rows, name)  # which all methods have: others are mistakes

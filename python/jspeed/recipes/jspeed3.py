@@ -268,7 +268,7 @@ PARAMETERS = {
     "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), LARGEST, "largest"),
 }
 if RETRIEVAL:
-    # how much of what followed a context the first state and the head get, by how sure it is
+    # how much of the n-gram look-up the first state and the head get, by how sure it is
     PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", inputs.number_of_cells(RETRIEVAL), 2)
 
 
@@ -309,8 +309,8 @@ def hidden(params: Params, tokens_BT: Array, ctx: Context, e_BTD: Array | None =
     words_VD = params["head" if tied else "embed"]
     common = prepared(params, tokens_BT, ctx, words_VD, e_BTD if tied else None)
     gates, start_BTD, ngram_BTD = common.gates, common.start_BTD, common.ngram_BTD
-    followed = inputs.terms(params.get("retrieved"), words_VD, ctx.beside, RETRIEVAL)
-    x_BTD = first_BTD = mudd.blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1])
+    looked_up = inputs.terms(params.get("retrieved"), words_VD, ctx.beside, RETRIEVAL)
+    x_BTD = first_BTD = mudd.blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *looked_up[:1])
     # --- Layers ---
     outputs: list[Array] = []
     for layer in range(LAST):
@@ -328,7 +328,7 @@ def hidden(params: Params, tokens_BT: Array, ctx: Context, e_BTD: Array | None =
     added |= {f"values {number}": rows_BTD for number, rows_BTD in enumerate(common.values)}
     added |= {"skip": outputs[SKIP_FROM], "normed": layers.rms_norm(shared_BTD)}
     terms = zip(c_NBTG, (added[name] for name in ADDED), strict=True)
-    return layers.rms_norm(mudd.blend((1, x_BTD), *terms, *followed[1:]))
+    return layers.rms_norm(mudd.blend((1, x_BTD), *terms, *looked_up[1:]))
 
 
 def prepared(

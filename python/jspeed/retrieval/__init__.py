@@ -1,4 +1,4 @@
-"""What followed a context in earlier steps: an index of the tokens that a run has trained on.
+"""N-gram look-up over earlier steps: an index of the tokens that a run has trained on.
 
 A recipe asks for it by its field ``beside``; a track of its own allows it. Nothing imports this
 folder but recipes that use it.

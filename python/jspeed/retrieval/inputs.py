@@ -1,5 +1,5 @@
-"""What followed a context earlier in the run, as an input: the mean embedding of the tokens that
-did, by how sure it is."""
+"""N-gram look-up as an input: the mean embedding of the tokens that
+followed, by how sure it is."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
-"""Batches with what followed each context in the steps before, looked up while the devices
-compute."""
+"""Batches with an n-gram look-up over the steps before, made while
+devices compute."""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType

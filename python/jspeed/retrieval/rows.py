@@ -1,4 +1,4 @@
-"""What followed the contexts of a batch, and how that lies behind the tokens of its rows.
+"""The n-gram look-ups of a batch, and how they lie behind the tokens of its rows.
 
 Imports no jax."""
 
@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class Matches(NamedTuple):
-    """What followed the contexts of rows ``[B, T]`` earlier, integers.
+    """N-gram look-ups of rows ``[B, T]``: what followed their contexts earlier, integers.
 
     ``tokens_BTK`` followed ``counts_BTK`` times, the most frequent first (0: there are fewer), of
     ``occurrences_BT`` of a context of ``lengths_BT`` tokens (0: none of these lengths occurred).

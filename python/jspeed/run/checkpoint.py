@@ -123,7 +123,7 @@ class Checkpoints:
                 self._manager = ocp.CheckpointManager(self._folder, options=options)
         frozen = copy.deepcopy(record)  # it is written later, while the run goes on
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_named(accumulators.without_carry(state))),
+            state=ocp.args.StandardSave(_named(accumulators.without_accumulators(state))),
             record=ocp.args.JsonSave(frozen),
         )
         with jax.transfer_guard("allow"), self._guarded():
@@ -312,7 +312,7 @@ def restore(folder: Path, step: int, shapes: State, tables: HostTables | None = 
     import orbax.checkpoint as ocp
 
     _silence_orbax()
-    saved = accumulators.without_carry(shapes)
+    saved = accumulators.without_accumulators(shapes)
     names = _named(saved)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(names))
     with ocp.CheckpointManager(
@@ -322,8 +322,10 @@ def restore(folder: Path, step: int, shapes: State, tables: HostTables | None = 
     if tables:
         tables.load(folder / str(step))
     leaves = [arrays[name] for name in names]
-    carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
-    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}
+    zeros = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["accumulators"]
+    )
+    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"accumulators": zeros}
 
 
 def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) -> None:

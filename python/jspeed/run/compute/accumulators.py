@@ -23,10 +23,10 @@ from jspeed.parallel.kinds import kind_of
 from jspeed.parallel.layout import owned, partitions
 from jspeed.recipe import Recipe, Stage, leaves, map_specs
 
-Carry = dict[str, dict[str, Any]]
+AccumulatorState = dict[str, dict[str, Any]]
 
 
-def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
+def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> AccumulatorState:
     """Return zeros: gathered copies (``whole``), and gradients (``sums``) with a leading axis of
     devices.
 
@@ -34,7 +34,7 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     """
     devices = mesh.shape["data"] if mesh else 1
     most = recipe.lanes * max(stage.lane_len for stage in recipe.stages)
-    return _carry(
+    return _state(
         recipe,
         layout,
         mesh,
@@ -43,9 +43,9 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     )
 
 
-def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
+def specs(recipe: Recipe, layout: str, mesh: Mesh) -> AccumulatorState:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
-    return _carry(
+    return _state(
         recipe,
         layout,
         mesh,
@@ -54,21 +54,21 @@ def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     )
 
 
-def without_carry(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without the carry, which the first step of a period does not read: what a
+def without_accumulators(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state without accumulators, which the first step of a period does not read: what a
     checkpoint keeps."""
-    return {name: part for name, part in state.items() if name != "carry"}
+    return {name: part for name, part in state.items() if name != "accumulators"}
 
 
-def load(recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any) -> Any:
+def load(recipe: Recipe, stage: Stage, phase: int, held: AccumulatorState, whole: Any) -> Any:
     """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first
     step after an update.
 
-    Nothing then reads their all-gather, so XLA removes it. Fp32Accumulated tables get the sums of
+    Nothing then reads their all-gather, so XLA removes it. Fp32-accumulated tables get the sums of
     their gradients, then zeros.
     """
-    kept = _carried(recipe, stage, phase, carried.get("whole", {}))
-    sums = _carried(recipe, stage, phase, carried.get("sums", {}))
+    kept = _held(recipe, stage, phase, held.get("whole", {}))
+    sums = _held(recipe, stage, phase, held.get("sums", {}))
     copies = by_path(recipe, whole) | kept
     kinds = by_path(recipe, map_specs(kind_of, recipe.parameters))
     loaded = {path: kinds[path].loaded(copy, sums.get(path)) for path, copy in copies.items()}
@@ -76,21 +76,21 @@ def load(recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any) -
 
 
 def accumulate(
-    recipe: Recipe, stage: Stage, phase: int, carried: Carry, whole: Any, grads: Any
-) -> tuple[Any, Carry]:
+    recipe: Recipe, stage: Stage, phase: int, held: AccumulatorState, whole: Any, grads: Any
+) -> tuple[Any, AccumulatorState]:
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update;
-    the next carry).
+    the next accumulators).
 
-    After an update the carry of a parameter is stale; the next step does not read it. The gradient
-    of a sparse table becomes the lists of all steps since its last update.
+    After an update the accumulators of a parameter are stale; the next step does not read them. The
+    gradient of a sparse table becomes the lists of all steps since its last update.
     """
-    if not carried:
-        return grads, carried
-    sums, copies = dict(carried["sums"]), dict(carried["whole"])
+    if not held:
+        return grads, held
+    sums, copies = dict(held["sums"]), dict(held["whole"])
     loaded, summed = by_path(recipe, whole), by_path(recipe, grads)
     for path, spec in leaves(recipe.parameters):
         kind = kind_of(spec)
-        if not kind.carried:
+        if not kind.accumulates:
             continue
         age = phase % spec.updated_after(stage)
         due = age == spec.updated_after(stage) - 1
@@ -154,24 +154,26 @@ def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
     )
 
 
-def _carried(recipe: Recipe, stage: Stage, phase: int, parts: dict[str, Any]) -> dict[str, Any]:
+def _held(recipe: Recipe, stage: Stage, phase: int, parts: dict[str, Any]) -> dict[str, Any]:
     """Return the ``parts`` of parameters that no step has updated just before."""
     rows = dict(leaves(recipe.parameters))
     return {path: old for path, old in parts.items() if phase % rows[path].updated_after(stage)}
 
 
-def _carry(
+def _state(
     recipe: Recipe,
     layout: str,
     mesh: Mesh | None,
     whole: Callable[..., Any],
     sums: Callable[..., Any],
-) -> Carry:
+) -> AccumulatorState:
     """Return ``whole`` and ``sums`` of (kind, PartitionSpec) of each slow parameter, by its path;
     of one that all devices have in its compute dtype, no ``whole``: steps read the parameter."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     kinds = ((path, kind_of(spec)) for path, spec in leaves(recipe.parameters))
-    slow = [(path, kind, cuts.get(path, PartitionSpec())) for path, kind in kinds if kind.carried]
+    slow = [
+        (path, kind, cuts.get(path, PartitionSpec())) for path, kind in kinds if kind.accumulates
+    ]
     if not slow:
         return {}
     copies = {path: whole(kind, cut) for path, kind, cut in slow if kind.keeps_copy(cut)}

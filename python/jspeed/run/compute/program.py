@@ -483,7 +483,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         "params": params,
         "optimizer": optimizer,
         "step": replicated(mesh),
-        "carry": shardings_of(accumulators.specs(recipe, layout, mesh)),
+        "accumulators": shardings_of(accumulators.specs(recipe, layout, mesh)),
         "rows": shardings_of(sparse_specs(recipe, cuts)),
         "means": [{name: params[name] for name in average.blends} for average in recipe.averages],
     }

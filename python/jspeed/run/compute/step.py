@@ -41,6 +41,7 @@ from jspeed.recipe import (
     without_sparse,
 )
 from jspeed.run.compute import accumulators
+from jspeed.run.compute.accumulators import AccumulatorState
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.gradients import gradients, traced_once
 from jspeed.run.compute.host_tables import Rows, with_given
@@ -51,14 +52,14 @@ class State(TypedDict):
     """What a step changes: trees of arrays, or of their shapes or shardings; ``step`` is the number
     of steps made.
 
-    ``carry`` is what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`),
+    ``accumulators`` are what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`),
     ``rows`` the state of the optimizers of sparse tables, ``means`` the averages of
     weights."""
 
     params: Any
     optimizer: Any
     step: Any
-    carry: accumulators.Carry
+    accumulators: AccumulatorState
     rows: dict[str, Any]
     means: Any
 
@@ -66,8 +67,8 @@ class State(TypedDict):
 def init_state(
     recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None
 ) -> State:
-    """Return the state before step 1; its ``carry`` alone depends on ``layout`` and ``mesh`` (None:
-    one device)."""
+    """Return the state before step 1; its ``accumulators`` alone depend on ``layout`` and ``mesh``
+    (None: one device)."""
     params = init_parameters(recipe.parameters, key_of(seed))
     params = map_specs(lambda spec, p: None if spec.on_host else p, recipe.parameters, params)
     tables = accumulators.by_path(recipe, params)
@@ -75,7 +76,7 @@ def init_state(
         "params": params,
         "optimizer": recipe.optimizer().init(without_sparse(recipe, params)),
         "step": jnp.zeros((), jnp.int32),
-        "carry": accumulators.zeros(recipe, layout, mesh),
+        "accumulators": accumulators.zeros(recipe, layout, mesh),
         "rows": {
             path: each.init(tables[path])
             for path, each in recipe.row_optimizers().items()
@@ -124,7 +125,7 @@ def train_step(
     on_device, in_specs, out_specs = on_devices(recipe, ctx, placement, parts, phase, weight)
     (grads, tables), kept, rows, row_losses, of_given = shard_map_over_rows(
         mesh, on_device, in_specs, out_specs
-    )(state["params"], state["carry"], state["rows"], state["step"], tokens, given or {})
+    )(state["params"], state["accumulators"], state["rows"], state["step"], tokens, given or {})
     old = without_sparse(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
@@ -137,7 +138,12 @@ def train_step(
     steps = accumulators.steps_of(recipe, ctx.stage, phase) if recipe.averages else ()
     means = averages.after_step(recipe.averages, state["means"], params, state["step"], steps)
     done = State(
-        params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means
+        params=params,
+        optimizer=moments,
+        step=state["step"] + 1,
+        accumulators=kept,
+        rows=rows,
+        means=means,
     )
     return done, {"loss": jnp.mean(row_losses) / mean} | ({"rows": of_given} if given else {})
 
@@ -180,12 +186,12 @@ def on_devices(
         return (grads, tables), kept, of_tables, row_losses, of_given
 
     lanes, everywhere = rows_spec(mesh), PartitionSpec()
-    param_specs, carry_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
+    param_specs, sum_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
     row_specs = sparse_specs(recipe, cuts)
     table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
-    arguments = param_specs, carry_specs, row_specs, everywhere, lanes, lanes
+    arguments = param_specs, sum_specs, row_specs, everywhere, lanes, lanes
     updated = without_sparse(recipe, param_specs), table_specs
-    return on_device, arguments, (updated, carry_specs, row_specs, lanes, lanes)
+    return on_device, arguments, (updated, sum_specs, row_specs, lanes, lanes)
 
 
 def at_end(recipe: Recipe, state: State) -> State:
