@@ -177,7 +177,7 @@ class Check(NamedTuple):
     inside: Callable[[Any], Iterable[tuple[str | int, Any, "Check"]]] | None = None
 
 
-def _fits(value: Any, check: Check) -> bool:
+def _matches(value: Any, check: Check) -> bool:
     return not any(_misfits(value, check, ""))
 
 
@@ -235,7 +235,7 @@ def _annotated(base: Check, extras: tuple[Any, ...]) -> Check:
     unit = "".join(f" ({each})" for each in extras if isinstance(each, str))
     words = (rules[0].expected if rules else base.expected) + unit
     return Check(
-        words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside
+        words, lambda v: _matches(v, base) and all(rule.holds(v) for rule in rules), base.inside
     )
 
 
@@ -249,7 +249,9 @@ def _union(shapes: list[Check], or_none: bool) -> Check:
             lambda v: v is None or one.holds(v),
             inside and (lambda v: () if v is None else inside(v)),
         )
-    return Check(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
+    return Check(
+        words, lambda v: (or_none and v is None) or any(_matches(v, each) for each in shapes)
+    )
 
 
 def _typed_dict(hint: Any) -> Check:

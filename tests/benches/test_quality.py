@@ -7,7 +7,7 @@ import pytest
 from jspeed.board.records.remarks import RECORDS
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
-from jspeed.data.recipe_compatibility import check_fits
+from jspeed.data.recipe_compatibility import check_compatible
 from jspeed.errors import BadInput
 from jspeed.run.find_recipe import find, load_recipe
 from jspeed.run.options import Options
@@ -56,7 +56,7 @@ def test_texts_become_a_folder_that_trains(tmp_path, gpt2_vocabulary):
     recipe = load_recipe(
         Options("jspeed3", data=folder, set_=tuple(settings("jspeed3", 4.0)))
     ).recipe
-    check_fits(
+    check_compatible(
         folder, manifest, splits, recipe.name, recipe.vocab_size, recipe.data.bos_id, True, "gpt2"
     )
 

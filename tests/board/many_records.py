@@ -130,7 +130,7 @@ def put(records: Path, track: str, run: dict, seconds: float, loss: float) -> No
     )
     run["sha256"] = content_hash(run)
     content = json.dumps(run).encode()
-    (records / store.run_place(run, content, track)).write_bytes(content)
+    (records / store.run_path(run, content, track)).write_bytes(content)
 
 
 def demonstration(records: Path) -> None:

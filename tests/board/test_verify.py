@@ -41,7 +41,7 @@ def forge(records: Path, path: Path, **changes: Any) -> Path:
     run |= changes
     content = json.dumps(run | {"sha256": content_hash(run)}, indent=2).encode() + b"\n"
     path.unlink()
-    place = records / store.run_place(run, content, run["track"])
+    place = records / store.run_path(run, content, run["track"])
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(content)
     return place

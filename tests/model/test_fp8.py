@@ -297,7 +297,7 @@ def test_products_by_custom_kernels_are_the_others_to_rounding(interpreted, befo
         y, pull = jax.vjp(run, x, w, jnp.float32(before))
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 
-    one, two = found(Kernel(fp8_cast.cast, fp8_cast.fits)), found(None)
+    one, two = found(Kernel(fp8_cast.cast, fp8_cast.accepts)), found(None)
     assert interpreted == ([] if rows[1] == 60 else [("cast", (256, 128))])
     for a, b in zip(one, two, strict=True):
         # sums in another order
@@ -323,7 +323,7 @@ def test_mlp_in_fp8_by_custom_kernels_is_the_other_one_to_rounding(interpreted, 
         y, pull = jax.vjp(run, x, up, down, largest)
         return [np.asarray(a, np.float64) for a in (y, *pull(g))]
 
-    kernel = Kernel(fused_mlp.mlp, fused_mlp.fits)
+    kernel = Kernel(fused_mlp.mlp, fused_mlp.accepts)
     one, two, plain = found(kernel), found(None), found(None, None)
     assert interpreted == [
         (name, (256, 128))

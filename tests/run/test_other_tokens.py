@@ -15,7 +15,7 @@ from jspeed.inference.commands.export import export
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.recipes import known_recipes
-from jspeed.run.find_recipe import GPT2_TABLE, find, fit, load_recipe
+from jspeed.run.find_recipe import GPT2_TABLE, find, for_tokens, load_recipe
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -89,9 +89,9 @@ def test_every_recipe_takes_other_tokens_or_says_why_not(name, ids):
     sets = [text for text in TOYS[name] if not text.startswith(("VOCAB", "BOS"))]
     found, facts = find(name, sets, trace=False), MINE | {"vocab_size": ids, "bos_id": ids - 1}
     if GPT2_TABLE in found.source:
-        refused(f"recipe {name} uses a table of GPT-2's", fit, found, sets, facts)
+        refused(f"recipe {name} uses a table of GPT-2's", for_tokens, found, sets, facts)
         return
-    fitted = fit(found, sets, facts)
+    fitted = for_tokens(found, sets, facts)
     data, vocab = fitted.recipe.data, fitted.fields["VOCAB"]
     padded = found.fields["VOCAB"] > found.recipe.data.vocab_size
     assert (data.vocab_size, data.bos_id) == (ids, ids - 1)
@@ -114,7 +114,7 @@ def test_every_recipe_takes_other_tokens_or_says_why_not(name, ids):
 )
 def test_on_its_own_tokens_a_recipe_stays_as_it_is(recipe, facts):
     found = find(recipe, trace=False)
-    assert fit(found, [], facts) is found
+    assert for_tokens(found, [], facts) is found
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_on_its_own_tokens_a_recipe_stays_as_it_is(recipe, facts):
     ],
 )  # fmt: skip
 def test_what_is_taken(recipe, sets, facts, fields, data):
-    fitted = fit(find(recipe, sets, trace=False), sets, facts)
+    fitted = for_tokens(find(recipe, sets, trace=False), sets, facts)
     assert {name: fitted.fields[name] for name in fields} == fields
     assert (fitted.recipe.data.vocab_size, fitted.recipe.data.bos_id) == data and fitted.note
 
@@ -161,7 +161,7 @@ ROWS = dict(
 def test_a_lane_is_as_long_as_the_rows_of_the_data(sets, facts, lengths, note):
     """`prepare names --row 8` printed a command that trained rows of 32."""
     found = find("microgpt-names", sets, trace=False)
-    fitted = fit(found, sets, ROWS | facts)
+    fitted = for_tokens(found, sets, ROWS | facts)
     recipe = fitted.recipe
     assert (recipe.stages[0].lane_len, recipe.eval_len, recipe.eval_tokens) == lengths
     assert recipe.data.shuffle_block == recipe.parameters["positions"].shape[0] == lengths[0]
@@ -169,13 +169,13 @@ def test_a_lane_is_as_long_as_the_rows_of_the_data(sets, facts, lengths, note):
 
 
 def test_other_recipes_take_rows_as_text():
-    assert fit(found := find("stdlib", trace=False), [], ROWS) is not found
-    assert fit(found, [], ROWS).recipe.stages[0].lane_len == found.recipe.stages[0].lane_len
+    assert for_tokens(found := find("stdlib", trace=False), [], ROWS) is not found
+    assert for_tokens(found, [], ROWS).recipe.stages[0].lane_len == found.recipe.stages[0].lane_len
 
 
 def test_a_given_vocabulary_must_hold_the_ids():
     with pytest.raises(BadInput, match="VOCAB=299 is too small; give VOCAB=300"):
-        fit(find("fineweb-cpu", ["VOCAB=299"], trace=False), ["VOCAB=299"], MINE)
+        for_tokens(find("fineweb-cpu", ["VOCAB=299"], trace=False), ["VOCAB=299"], MINE)
 
 
 def test_an_own_recipe_with_room_stays_as_it_is(tmp_path):
@@ -185,8 +185,8 @@ def test_an_own_recipe_with_room_stays_as_it_is(tmp_path):
     )
     (tmp_path / "mine.py").write_text(source)
     found = find(str(tmp_path / "mine.py"), trace=False)
-    assert fit(found, [], MINE | {"vocab_size": 260}) is found
-    assert fit(found, [], MINE).fields["VOCAB"] == 300
+    assert for_tokens(found, [], MINE | {"vocab_size": 260}) is found
+    assert for_tokens(found, [], MINE).fields["VOCAB"] == 300
 
 
 def test_the_data_of_a_race_are_those_of_its_flags():

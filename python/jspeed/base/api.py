@@ -278,7 +278,7 @@ NAMES = {
         "OWN",
         "STEP",
         "Tensors",
-        "fitted",
+        "as_parameters",
         "gathered",
         "load",
         "own_config",

@@ -364,7 +364,7 @@ def reasons(
             f"of {planned.planned} planned runs {planned.missing} are missing, {planned.extra} are"
             " extra"
         )
-    if not track.fits(runs[-1]["devices"]):
+    if not track.admits(runs[-1]["devices"]):
         yield f"the track asks for {track.hardware()}"
     if track.ruled:
         yield from dict.fromkeys(why for run in runs for why in unfair(run, track))

@@ -103,7 +103,7 @@ def compare_with_parent(
         "seconds_saved": base - entry["seconds"]["mean"] if same else base * (1 - ratio.ratio),
         "verdict": verdict(entry, track, ratio, pairwise),
     }
-    if not turns or not parent["valid"] or track.fits(entry["devices"]):
+    if not turns or not parent["valid"] or track.admits(entry["devices"]):
         return better, None
     low, high = ratio.low and base * ratio.low, ratio.high and base * ratio.high
     return better, {"seconds": base * ratio.ratio, "low": low, "high": high}

@@ -167,7 +167,7 @@ def _parameters(of: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def _add(
-    place: Any, name: str, hint: Any, default: Any, text: str, unparsed: bool
+    parser: Any, name: str, hint: Any, default: Any, text: str, unparsed: bool
 ) -> argparse.Action:
     """Add a flag or a positional argument to a parser or one of its groups."""
     kind, many, extras = _unwrapped(hint)
@@ -192,7 +192,7 @@ def _add(
     about = f"{wants.help or text}{note}".replace("%", "%%")
     if kind is bool:
         switch = argparse.BooleanOptionalAction
-        return place.add_argument(
+        return parser.add_argument(
             flag(name), dest=name, action=switch, default=argparse.SUPPRESS, help=about
         )
     metavar = wants.metavar or "|".join(get_args(kind))
@@ -213,11 +213,11 @@ def _add(
             if required
             else "?"
         )
-        return place.add_argument(
+        return parser.add_argument(
             name, nargs=nargs, default=None if required else default, **options
         )
     options |= {"action": "extend", "nargs": "+"} if many else {}
-    return place.add_argument(
+    return parser.add_argument(
         flag(name), dest=name, required=required, default=argparse.SUPPRESS, **options
     )
 

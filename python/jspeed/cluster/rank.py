@@ -134,7 +134,7 @@ def find_rank(
 
     env = _non_empty(environment)
     ranks = {
-        names: _place(names, env)
+        names: _rank_of(names, env)
         for names in (*ADDRESSED, *LAUNCHERS)
         if env.keys() >= {*names.needed}
     }
@@ -149,11 +149,11 @@ def find_rank(
 
     # Sets that say the same complete each other: srun sets PMI's variables too but tells of the
     # nodes in its own, and a script that sets torchrun's need not set the local ones.
-    place = ranks[chosen]
+    known = ranks[chosen]
     same = [
         names
         for names, rank in ranks.items()
-        if (rank.index, rank.count) == (place.index, place.count)
+        if (rank.index, rank.count) == (known.index, known.count)
     ]
     local = next(
         (names for names in same if {names.local_rank, names.local_size} <= env.keys()), chosen
@@ -183,7 +183,7 @@ def _non_empty(environment: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def _place(names: Names, env: Mapping[str, str]) -> Rank:
+def _rank_of(names: Names, env: Mapping[str, str]) -> Rank:
     """Return the rank that a complete set tells, without the address."""
     index, count, local = (_integer(env, name, 0) for name in names[:3])
     _require_index(index, count, names.rank, names.size)
@@ -236,7 +236,7 @@ def _require_agreement(
                 )
 
 
-def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, str]) -> str:
+def _coordinator(chosen: Names, launcher: Names, rank: Rank, env: Mapping[str, str]) -> str:
     """Return HOST:PORT of process 0: what ``chosen`` or else another set says, or where
     ``launcher`` started it.
 
@@ -257,7 +257,7 @@ def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, 
 
     # of Open MPI before 5
     uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    if place.local_count >= place.count:
+    if rank.local_count >= rank.count:
         host, where = "this node", "127.0.0.1"
     elif launcher is SLURM and "SLURM_STEP_NODELIST" in env:
         host, where = "SLURM_STEP_NODELIST", first_host(env["SLURM_STEP_NODELIST"])

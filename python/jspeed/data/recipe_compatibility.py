@@ -12,7 +12,7 @@ from jspeed.errors import BadInput
 CHECKED_TOKENS = 1 << 20  # at the start of a split; the loader checks each token when it reads it
 
 
-def check_fits(
+def check_compatible(
     folder: Path,
     manifest: Manifest | None,
     splits: Sequence[Shards],

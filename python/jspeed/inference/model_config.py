@@ -25,7 +25,7 @@ from jspeed.inference.gpt2 import (
 )
 from jspeed.recipe import Context, Recipe, init_parameters
 from jspeed.run.evidence.foreign_code import allow
-from jspeed.run.export import FILE, LEFT_OUT, OWN, fitted, load
+from jspeed.run.export import FILE, LEFT_OUT, OWN, as_parameters, load
 from jspeed.run.find_recipe import LoadedRecipe, find
 
 
@@ -145,7 +145,7 @@ def departures(path: Path, loaded: LoadedRecipe, tokenizer: Mapping[str, Any]) -
 
 def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
     """Return the parameters of ``recipe`` from our file or GPT-2's: those that
-    :func:`jspeed.run.export.fitted` takes.
+    :func:`jspeed.run.export.as_parameters` takes.
 
     Raises BadInput also for a GPT-2 whose config.json does not describe ``recipe``.
     """
@@ -168,4 +168,4 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         tensors = from_gpt2(
             tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False
         )
-    return fitted(path, tensors, recipe, metadata.get(LEFT_OUT, ""))
+    return as_parameters(path, tensors, recipe, metadata.get(LEFT_OUT, ""))

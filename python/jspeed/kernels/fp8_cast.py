@@ -30,7 +30,7 @@ Copies = tuple[jax.Array, jax.Array, jax.Array]
 / BLOCK]``."""
 
 
-def fits(*sizes: int) -> bool:
+def accepts(*sizes: int) -> bool:
     """Whether all dimensions are whole blocks, so that the kernels take them; callers take plain
     JAX if not."""
     return all(size % BLOCK == 0 for size in sizes)
@@ -45,7 +45,7 @@ def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool
     of BLOCK.
     """
     n, m = x_NM.shape
-    if not fits(n, m):
+    if not accepts(n, m):
         raise Refused(
             f"FP8 cast: rows and columns must be multiples of {BLOCK}, found {n} x {m}; use"
             " plain JAX"
@@ -103,4 +103,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     return {"FP8 casts": (kernel, plain, [*normal((sizes.tokens, sizes.width)), np.float32(0.01)])}
 
 
-CUSTOM = (CustomKernel("FP8 casts", Kernel(cast, fits), examples),)
+CUSTOM = (CustomKernel("FP8 casts", Kernel(cast, accepts), examples),)

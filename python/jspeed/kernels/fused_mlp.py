@@ -24,7 +24,7 @@ from jspeed.model.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, quantise
 from jspeed.model.mlp import MARGIN
 
 
-def fits(n: int, d: int, f: int) -> bool:
+def accepts(n: int, d: int, f: int) -> bool:
     """Whether the kernels take FP8 ``[N, D]`` and ``[F, D]``; callers take plain JAX if not."""
     return n % ROWS == 0 and d % LINE == 0 and f % WIDE == 0
 
@@ -239,4 +239,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     }
 
 
-CUSTOM = (CustomKernel("MLP", Kernel(mlp, fits), examples),)
+CUSTOM = (CustomKernel("MLP", Kernel(mlp, accepts), examples),)

@@ -27,7 +27,7 @@ PART = 256  # channels that are loaded at once: Triton takes powers of two
 WARPS = 4
 
 
-def fits(tokens: int, width: int) -> bool:
+def accepts(tokens: int, width: int) -> bool:
     """Whether the kernel takes ``[tokens, width]``; callers take plain JAX if not."""
     return tokens % (TOKENS * ROUNDS) == 0 and width % PART == 0
 
@@ -46,8 +46,9 @@ def norm_gradient(
     f(rms_norm(x)).
 
     ``out_ND`` is the gradient of the sum, ``normed_ND`` that of f's argument; all are ``[N, D]`` of
-    one dtype, in which the first result is; N and D as :func:`fits` says. ``inverse_N``, fp32, are
-    the rows' :func:`jspeed.model.layers.inverse_rms`, which the forward pass has. Sums are fp32.
+    one dtype, in which the first result is; N and D as :func:`accepts` says. ``inverse_N``, fp32,
+    are the rows' :func:`jspeed.model.layers.inverse_rms`, which the forward pass has. Sums are
+    fp32.
     """
     tokens, width = x_ND.shape
     block = pl.BlockSpec((TOKENS * ROUNDS, width), lambda i: (i, 0))
@@ -124,4 +125,4 @@ def examples(sizes: Sizes) -> Mapping[str, Case]:
     return {"gradient": (norm_gradient, norm_gradient_reference, given)}
 
 
-CUSTOM = (CustomKernel("gradient of a norm", Kernel(norm_gradient, fits), examples),)
+CUSTOM = (CustomKernel("gradient of a norm", Kernel(norm_gradient, accepts), examples),)

@@ -31,11 +31,11 @@ def _any_size(*sizes: int) -> bool:
 
 
 class Kernel(NamedTuple):
-    """What a function of the model is given to compute with: ``run``, where ``fits(sizes)``; for
-    other sizes it takes plain JAX."""
+    """What a function of the model is given to compute with: ``run``, where it ``accepts(sizes)``;
+    for other sizes it takes plain JAX."""
 
     run: Run
-    fits: Callable[..., bool] = _any_size
+    accepts: Callable[..., bool] = _any_size
 
 
 class Sizes(NamedTuple):

@@ -190,7 +190,7 @@ def delayed_matmul(
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype) if w_scale is None else w_scale
     x_ND = x.reshape(-1, x.shape[-1])
-    if kernel and not kernel.fits(x_ND.shape[0], w_VD.shape[0]):
+    if kernel and not kernel.accepts(x_ND.shape[0], w_VD.shape[0]):
         kernel = None
     y_NV = _delayed_matmul(x_ND, w_VD, largest, share, *scales, kernel)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])

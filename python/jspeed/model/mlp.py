@@ -57,7 +57,7 @@ def fp8_mlp(
     bound = rounding.x_largest
     x_scale = None if bound is None else jnp.float32(bound / fp8.E4M3_MAX)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    if kernel and kernel.fits(x_ND.shape[0], *up_DF.shape):
+    if kernel and kernel.accepts(x_ND.shape[0], *up_DF.shape):
         scales = fp8.scale_of(x_ND, x_ND.dtype, x_scale), *w_scales
         y_ND = kernel.run(x_ND, up_DF, down_DF, largest, rounding.share, *scales)
         return y_ND.reshape(x_BTD.shape)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jspeed.base.cores import cores
 from jspeed.base.files import sha256_of
 from jspeed.errors import type_and_line
-from jspeed.record.schema import Code, Devices, Git, Gpus, PlaceInPlan, Versions
+from jspeed.record.schema import Code, Devices, Git, Gpus, PlanEntry, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 Sums = Callable[[list[jax.Array]], list[jax.Array]]
@@ -43,7 +43,7 @@ class StartEvidence:
     git: Git
     code: Code
     gpus: list[dict[str, Any]] | None
-    plan: PlaceInPlan | None
+    plan: PlanEntry | None
 
 
 class Provenance(TypedDict):

@@ -182,7 +182,7 @@ class Kernels(TypedDict):
     refused: list[str]  # features found broken and not used, with reasons
 
 
-class PlaceInPlan(TypedDict):
+class PlanEntry(TypedDict):
     """Which run of which plan a run is."""
 
     sha256: str  # the plan's own hash
@@ -254,7 +254,7 @@ class Unsealed(Identity):
     asked_steps: AtLeastOne | None  # that --steps asked for; null for the whole schedule
     ended: Moment
     resumed: list[Whole]  # steps after which the run was resumed
-    plan: PlaceInPlan | None
+    plan: PlanEntry | None
     initial_state: str  # checksum of parameters and optimizer state before step 1
     machine: str | None  # hash of the machine's boot id: equal for runs between two starts
     gpus: Gpus | None

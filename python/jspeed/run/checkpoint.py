@@ -254,12 +254,12 @@ def _unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def newest(
-    folder: Path, fits: Callable[[Checkpoint], None] = lambda record: None
+    folder: Path, check: Callable[[Checkpoint], None] = lambda record: None
 ) -> tuple[int | None, dict[int, str]]:
     """Return the step of the newest whole checkpoint, None where there is none at all, and what is
     wrong with each newer one. Changes nothing.
 
-    ``fits`` is called with the record of each, before its files are looked at, and raises for one
+    ``check`` is called with the record of each, before its files are looked at, and raises for one
     of another run. Raises :class:`BadInput` where one cannot be read, or none of them is whole.
     """
     wrong: dict[int, str] = {}
@@ -273,7 +273,7 @@ def newest(
             pass  # the hashes tell of it
         else:
             if isinstance(record, dict) and "identity" in record:
-                fits(record)
+                check(record)
         fault = damage(folder, step)
         if fault is None:
             return step, wrong

@@ -240,10 +240,12 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
             f"{path} is not a jspeed file, and jspeed.inference, which reads a GPT-2's, is not"
             " installed; give a run directory or an exported folder"
         )
-    return fitted(path, tensors, recipe, metadata.get(LEFT_OUT, ""))
+    return as_parameters(path, tensors, recipe, metadata.get(LEFT_OUT, ""))
 
 
-def fitted(path: Path, tensors: Tensors, recipe: Recipe, left_out: str = "") -> dict[str, Any]:
+def as_parameters(
+    path: Path, tensors: Tensors, recipe: Recipe, left_out: str = ""
+) -> dict[str, Any]:
     """Return ``tensors``, read from ``path``, as the parameters of ``recipe``, in its dtypes: a
     tree of NumPy arrays, None in the place of tables in the host's memory.
 

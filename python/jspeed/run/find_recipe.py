@@ -69,9 +69,9 @@ def find(
     A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can
     hold. ``sets`` are ``FIELD=VALUE`` texts; the file is read as if those lines held the new
     values, so everything derived from them follows. Without ``trace`` its functions are not tried,
-    which takes seconds for a hundred layers. ``tokens``: what :func:`fit` found, for which the
-    fields must fit. Raises :class:`BadInput` for an unknown name or field, a value of another type,
-    and a file that fails, ends the program or has no RECIPE.
+    which takes seconds for a hundred layers. ``tokens``: what :func:`for_tokens` found, for which
+    the fields must fit. Raises :class:`BadInput` for an unknown name or field, a value of another
+    type, and a file that fails, ends the program or has no RECIPE.
     """
     path = locate(os.path.expanduser(name_or_path))
     source, code, fields, overrides = read(path, sets)
@@ -149,10 +149,10 @@ def load_recipe(options: Options) -> LoadedRecipe:
     check_steps(options, loaded.recipe, loaded.fields)
     folder = options.data or cache_folder() / "data" / loaded.recipe.data.name
     manifest = read_manifest(folder) if folder.is_dir() else None
-    return fit(loaded, options.set_, manifest) if manifest else loaded
+    return for_tokens(loaded, options.set_, manifest) if manifest else loaded
 
 
-def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
+def for_tokens(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
     """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a
     manifest).
 

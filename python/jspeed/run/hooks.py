@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.recipe import Recipe
-from jspeed.record.schema import PlaceInPlan, Unsealed
+from jspeed.record.schema import PlanEntry, Unsealed
 from jspeed.run import export
 from jspeed.run.compute import checked
 from jspeed.run.compute.checked import Build, Preflight
@@ -53,7 +53,7 @@ def nothing(*_: object) -> None:
 
 def nobody_plans(
     run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
-) -> PlaceInPlan | None:
+) -> PlanEntry | None:
     """The place of a run in no plan."""
     return None
 
@@ -95,7 +95,7 @@ class Hooks:
     call it, and one may compile for all.
 
     Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
-    ``place_in_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
+    ``entry_of_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
     beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
     validation tokens that is evaluated once, at the end. ``notes(recipe, source's SHA-256)`` is
     said at the start, ``remarks(run)`` at the end. ``draw(run_dir, run, training losses by timed
@@ -120,7 +120,7 @@ class Hooks:
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
     saved: Callable[[LoadedRecipe, Placement, int, bool], Program] = made_anew
     planned: Callable[[Path | None], bool] = unplanned
-    place_in_plan: Callable[[Path | None, str, int, int | None], PlaceInPlan | None] = nobody_plans
+    entry_of_plan: Callable[[Path | None, str, int, int | None], PlanEntry | None] = nobody_plans
     second_range: Callable[[Recipe], int | None] = nothing
     notes: Callable[[Recipe, str], Sequence[str]] = no_notes
     remarks: Callable[[Unsealed], Sequence[str]] = no_notes

@@ -20,7 +20,7 @@ from jspeed.base.files import as_text, cache_folder, write_whole
 from jspeed.base.processes import gather, require_equal
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_folder
-from jspeed.data.recipe_compatibility import check_fits
+from jspeed.data.recipe_compatibility import check_compatible
 from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
@@ -147,7 +147,7 @@ def set_up(
         with clock.section("preflight"):
             checked = hooks.preflight(loaded.recipe, placement, loaded.fields, console)
     commit, code = provenance.git(), provenance.code()
-    plan = hooks.place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
+    plan = hooks.entry_of_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
         if processes.index() == 0 and directory.checkpoint is None:
@@ -224,8 +224,8 @@ def open_data(
         if "tokens" in loaded.fields
         else TOKENIZERS.get(needs.name)
     )
-    fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
-    check_fits(folder, manifest, (shards, val_shards), *fits)
+    known = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
+    check_compatible(folder, manifest, (shards, val_shards), *known)
     its = manifest["tokenizer"] if manifest else tokenizer
     byte_pairs = evaluate.byte_pairs(recipe, its, hooks.gpt2_byte_pairs)
     rows = evaluate.read_rows(val_shards, recipe)

@@ -151,7 +151,7 @@ def add_normed(
     meet in one kernel and are rounded once, not each; on Hopper, for whole blocks of tokens and
     channels. ``terms`` may use arrays around it.
     """
-    if not kernel or not kernel.fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1]):
+    if not kernel or not kernel.accepts(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1]):
         return blend((scale, x_BTD), *terms(*normed_twice(x_BTD, channels)))
     first_BTC = x_BTD[..., :channels]
     added, around = jax.closure_convert(

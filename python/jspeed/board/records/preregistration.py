@@ -19,7 +19,7 @@ from jspeed.base.files import read_input, write_whole
 from jspeed.errors import BadInput
 from jspeed.fields import AtLeastOne, FolderName, Rule, Whole
 from jspeed.record.run_json import content_hash
-from jspeed.record.schema import MOST_SEED, Moment, PlaceInPlan
+from jspeed.record.schema import MOST_SEED, Moment, PlanEntry
 
 NAME = "plan.json"
 SCHEMA = 1
@@ -130,9 +130,9 @@ def lies_in_plan(run_dir: Path | None) -> bool:
     return run_dir is not None and (Path(os.path.abspath(run_dir)).parent / NAME).exists()
 
 
-def place_in_plan(
+def entry_of_plan(
     run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
-) -> PlaceInPlan | None:
+) -> PlanEntry | None:
     """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies
     beside that folder.
 

@@ -94,7 +94,7 @@ def data_of_track(
     def rank(row: Row) -> tuple[bool, float, str]:
         plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
         tokens = None, row.run["data"]["val_tokens"]
-        ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in tokens
+        ruled = track.admits(row.run["devices"]) and track.rules.get("data.val_tokens") in tokens
         first = landed(records.folder, row.path)
         return not (plan and records.complete(plan.plan) and ruled), first, row.run["started"]
 

@@ -36,7 +36,7 @@ from jspeed.record.audits import NAME as AUDIT
 from jspeed.record.audits import Audit, audit_name, parse_audit
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
-from jspeed.record.schema import PlaceInPlan, Run, shards_of
+from jspeed.record.schema import PlanEntry, Run, shards_of
 
 RUN = re.compile(r"\d{8}T\d{6}Z-s\d+-[0-9a-f]{8}\.json")
 PLAN = re.compile(r"plan-[0-9a-f]{8}\.json")
@@ -68,7 +68,7 @@ class Row:
     run: Run
 
     @property
-    def plan(self) -> PlaceInPlan | None:
+    def plan(self) -> PlanEntry | None:
         """The plan in which the run was preregistered, and which of its runs it is."""
         return self.run["plan"]
 
@@ -187,22 +187,22 @@ def _read_file(records: Records, path: Path) -> None:
     if RUN.fullmatch(path.name):
         run = parse_run(content, path)
         track = track_of(run, records.tracks)
-        _check_place(path, within, run_place(run, content, track), records.folder)
+        _check_path(path, within, run_path(run, content, track), records.folder)
         records.rows.append(Row(path, track, run))
     elif PLAN.fullmatch(path.name):
         plan = preregistration.parse_preregistration(content, path)
         wanted = within.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])
-        _check_place(path, within, wanted, records.folder)
+        _check_path(path, within, wanted, records.folder)
         records.plans[plan["sha256"]] = PlanFile(path, plan)
     elif SOURCE.fullmatch(path.name):
         digest = hashlib.sha256(content).hexdigest()
-        _check_place(path, within, within.with_name(source_name(digest)), records.folder)
+        _check_path(path, within, within.with_name(source_name(digest)), records.folder)
         records.sources[digest] = content.decode(errors="replace")
     elif AUDIT.fullmatch(path.name):
-        _check_place(path, within, within.with_name(audit_name(content)), records.folder)
+        _check_path(path, within, within.with_name(audit_name(content)), records.folder)
         records.audits[path] = parse_audit(content, path)
     elif WEIGHTS.fullmatch(path.name):
-        _check_place(path, within, within.with_name(weights_name(content)), records.folder)
+        _check_path(path, within, within.with_name(weights_name(content)), records.folder)
         records.weights[path] = parse_weights(content, path)
     else:
         raise BadInput(
@@ -211,7 +211,7 @@ def _read_file(records: Records, path: Path) -> None:
         )
 
 
-def _check_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
+def _check_path(path: Path, within: Path, wanted: Path, folder: Path) -> None:
     if within != wanted:
         raise BadInput(
             f"{path} was changed, moved or renamed after it was added: by its content it should be "
@@ -243,7 +243,7 @@ def plan_name(sha256: str) -> str:
     return f"plan-{sha256[:8]}.json"
 
 
-def run_place(run: Run, content: bytes, track: str) -> Path:
+def run_path(run: Run, content: bytes, track: str) -> Path:
     """Return the path of a run in the records folder; its HASH is of ``content``, the bytes of its
     run.json."""
     moment = datetime.fromisoformat(run["started"])
@@ -287,7 +287,7 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
         plan = _plan_beside(run, source)
         _check_result(run, plan, source)
         track = track_of(run, records.tracks)
-        path = folder / run_place(run, content, track)
+        path = folder / run_path(run, content, track)
         if path.exists() or path in addition.runs:
             raise BadInput(
                 f"{source}: the run is on the leaderboard already, as {path}; a run counts once"

@@ -84,7 +84,7 @@ class Track:
             rules.get("hardware.count"),
         )
 
-    def fits(self, devices: Devices) -> bool:
+    def admits(self, devices: Devices) -> bool:
         """Whether ``devices`` of a run.json are what the hardware rule asks for; a GH200 is no
         H200."""
         platform, kind, count = self._asked()
@@ -183,7 +183,7 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     """
     declared = run["track"]
     own = tracks.get(declared)
-    if own is None or own.fits(run["devices"]):
+    if own is None or own.admits(run["devices"]):
         return declared
     family = declared.rpartition("/")[0]
     for name in sorted(tracks, key=lambda name: ("hardware.kind" not in tracks[name].rules, name)):
@@ -192,6 +192,6 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
             track.rules.get(key) == own.rules.get(key)
             for key in ("rank", "data.name", "model.most_parameters", "model.retrieval")
         )
-        if same and track.fits(run["devices"]):
+        if same and track.admits(run["devices"]):
             return name
     return declared

@@ -47,20 +47,20 @@ def gradients(
     recipe: Recipe,
     ctx: Context,
     parts: int,
-    place: tuple[jax.Array, jax.Array],
+    at: tuple[jax.Array, jax.Array],
     weight: float,
     params: Any,
     tokens: jax.Array,
     given: Rows,
 ) -> tuple[Any, jax.Array, Rows]:
     """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row, gradient of
-    what is ``given``) of one device's rows; ``place`` are the step and the number of the first row.
+    what is ``given``) of one device's rows; ``at`` are the step and the number of the first row.
 
     ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
     summed in fp32. More ``parts`` than rows cut each row at document borders
     (:mod:`jspeed.run.compute.division`) and take one sub-lane at a time.
     """
-    ctx = replace(ctx, step=place[0], first_row=place[1])
+    ctx = replace(ctx, step=at[0], first_row=at[1])
     if parts > tokens.shape[0]:
         sub_lanes = parts // tokens.shape[0]
         tokens = tokens.astype(jnp.int32)

@@ -68,7 +68,7 @@ def causality(
             changed = replaced_rows(rng, rows)
         else:
             changed = other_ends(rng, rows, places, text.vocabulary)
-            broken = ~fits(changed, text, longest)
+            broken = ~allowed(changed, text, longest)
             changed[broken] = same_documents(rng, text, rows[broken], changed[broken])
         differs = changed[:, :-1] != rows[:, :-1]
         difference = np.abs(finite(losses(changed)) - before)
@@ -151,7 +151,7 @@ def lengths_of(rows: Ids, bos_id: int) -> list[int]:
     return [int(np.max(np.diff(np.flatnonzero(row), append=row.size))) for row in starts]
 
 
-def fits(rows: Ids, text: Text, longest: int) -> NDArray[np.bool_]:
+def allowed(rows: Ids, text: Text, longest: int) -> NDArray[np.bool_]:
     """Return for each row whether attention has room for its documents, and none is longer than
     ``longest``."""
     documents = 1 + np.sum(rows[:, 1:-1] == text.bos_id, axis=1)
