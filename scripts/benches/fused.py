@@ -36,8 +36,8 @@ DOCUMENT = 700  # tokens
 
 
 def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
-    """Milliseconds of each custom kernel and of its reference, as XLA compiles it, in turn on the
-    same arrays.
+    """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same
+    arrays.
 
     Args:
         tokens: Rows; default: a device's in the last stage of record 89.

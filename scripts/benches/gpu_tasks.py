@@ -42,9 +42,9 @@ class Variant(NamedTuple):
 STAGES = {
     "stage r92": Variant("r92"),
     "stage jspeed3": Variant("jspeed3"),
-    "stage r92, custom kernels off": Variant("r92", OWN_OFF),
+    "stage r92, own kernels off": Variant("r92", OWN_OFF),
     "stage r92, no CUDA graphs": Variant("r92", (), f"{UNTUNED} {NO_GRAPHS}"),
-    "stage jspeed3, custom kernels off": Variant("jspeed3", OWN_OFF),
+    "stage jspeed3, own kernels off": Variant("jspeed3", OWN_OFF),
     "stage jspeed3, no CUDA graphs": Variant("jspeed3", (), f"{UNTUNED} {NO_GRAPHS}"),
     "stage r92, tuned": Variant("r92", (), ""),
     "stage jspeed3, tuned": Variant("jspeed3", (), ""),
@@ -75,7 +75,7 @@ def quarter(folder: Path) -> list[Task]:
         first,
         second,
         rates["copies and fusions"],
-        rates["custom kernels"],
+        rates["own kernels"],
         third,
         attention[0],
         rates["bf16 matmuls"],
@@ -117,7 +117,7 @@ def preflights() -> dict[str, Callable[[], str | None]]:
     checks: dict[str, Callable[[], str | None]] = {"preflight FP8": of_preflight.fp8_error}
     for kernel in sorted(CUSTOM):
         check = partial(of_preflight.custom_kernel_error, kernel)
-        checks[f"preflight custom kernel {kernel}"] = check
+        checks[f"preflight own kernel {kernel}"] = check
     kinds: dict[str, dict[str, bool]] = {"packed": {}, "causal": {"packed": False}}
     bounded = {"longest document": {"bounded": True}, "documents tagged": {"doc_tagged": True}}
     for backend in BACKENDS:
@@ -145,7 +145,7 @@ def kernels() -> dict[str, Callable[[], Mapping[str, Any]]]:
             name = f"head {kind}, Triton's matmuls {which}"
             found[name] = partial(measure.head, scales, triton)
     found["scatter-add"] = measure.scatter_add
-    return found if TOY else found | {"custom kernels alone": fused}
+    return found if TOY else found | {"own kernels alone": fused}
 
 
 def fused() -> dict[str, Any]:

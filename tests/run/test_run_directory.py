@@ -135,7 +135,7 @@ def test_neither_an_ended_nor_a_nameless_run_is_resumed(tmp_path, monkeypatch):
 
 def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
     same = {"recipe hash": "a", "seed": 1}
-    monkeypatch.setattr("jspeed.run.run_directory.read_record", lambda *_: {"identity": same})
+    monkeypatch.setattr("jspeed.run.run_directory.read_checkpoint", lambda *_: {"identity": same})
     assert checkpoint_to_resume(tmp_path, 7, same, None) == checkpoint_to_resume(
         tmp_path, 7, same, 7
     )

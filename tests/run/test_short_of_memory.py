@@ -104,7 +104,7 @@ def test_a_state_without_room_is_refused_before_compiling(name, memory, rows, mo
     monkeypatch.setattr(setup, "make_mesh", lambda: one)
     monkeypatch.setattr(setup, "device_of", lambda *_, **__: gpu)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: compiled.append(1))
-    monkeypatch.setattr(program, "measured", lambda *_: compiled.append(1))
+    monkeypatch.setattr(program, "need_and_step", lambda *_: compiled.append(1))
     message = refused("", setup.set_up, Options(name), Clock(), Console())
     assert not compiled
     said = message

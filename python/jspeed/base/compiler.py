@@ -113,7 +113,7 @@ def anew(lowered: jax.stages.Lowered, how: Compile) -> jax.stages.Compiled:
     return how(lowered)
 
 
-def measured(
+def need_and_step(
     build: Callable[[jax.stages.Lowered], jax.stages.Compiled], lowered: jax.stages.Lowered
 ) -> tuple[int, jax.stages.Compiled | None]:
     """Return (bytes of a device that a step needs, step); no step where ``build`` raises

@@ -83,7 +83,7 @@ def prepare_fineweb(
                 "commit": commit,
             }
             records = [
-                _record((partial if file in missing else out) / file.name, file) for file in files
+                _shard_of((partial if file in missing else out) / file.name, file) for file in files
             ]
             others = [
                 shard
@@ -121,7 +121,7 @@ def _existing(out: Path, version: str) -> list[Shard]:
     return manifest["files"]
 
 
-def _record(path: Path, file: download.Remote) -> Shard:
+def _shard_of(path: Path, file: download.Remote) -> Shard:
     """Return what the manifest says of a shard that was checked; raises BadInput for one that is
     not a shard."""
     return {

@@ -47,7 +47,7 @@ class Finding(NamedTuple):
     right: bool
 
 
-class Measured(NamedTuple):
+class Rescored(NamedTuple):
     """What was computed from the parameters: the loss, that on the second text (None: not here)
     with its hash, the probe, numbers in constants and places of numbers."""
 
@@ -78,19 +78,19 @@ def audit(
         recipe = Path(folder, Path(run["recipe_source"]).name)  # which messages name
         recipe.write_bytes(content)
         setup, params = ready(run, recipe, weights, data)
-        measured = measure(run, setup, params)
-    found = list(findings(run, setup, measured))
+        rescored = rescore(run, setup, params)
+    found = list(findings(run, setup, rescored))
     return found, {
         "run": run["sha256"],
         "weights": sha256_of(weights / FILE if weights.is_dir() else weights),
         "made": utc_now(),
         "commit": provenance.git()["commit"],
         "machine": provenance.machine(),
-        "val_loss": measured.loss,
-        "difference": abs(measured.loss - (run["val_loss"] or 0.0)),
-        "second": measured.second[0] if measured.second else None,
-        "causality": measured.causality,
-        "numbers": {"evaluation": measured.numbers},
+        "val_loss": rescored.loss,
+        "difference": abs(rescored.loss - (run["val_loss"] or 0.0)),
+        "second": rescored.second[0] if rescored.second else None,
+        "causality": rescored.causality,
+        "numbers": {"evaluation": rescored.numbers},
     }
 
 
@@ -142,7 +142,7 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
     return setup, params
 
 
-def measure(run: Run, setup: Setup, params: Any) -> Measured:
+def rescore(run: Run, setup: Setup, params: Any) -> Rescored:
     """Compute everything from the parameters."""
     losses, again = (
         evaluate.token_losses(setup.program.evaluate, params, setup.validation) for _ in range(2)
@@ -153,7 +153,7 @@ def measure(run: Run, setup: Setup, params: Any) -> Measured:
     elif "holdout" in run and (holdout := setup.data.holdout) and len(holdout.rows):
         second = evaluate_holdout(setup, holdout, params)
     held = carried(setup.recipe, setup.program)
-    return Measured(
+    return Rescored(
         evaluate.weighted_mean(losses, setup.validation),
         second and (second["val_loss"], second["sha256"]),
         probes.causality_of_run(setup, params, setup.data.rows, losses, again),
@@ -163,24 +163,24 @@ def measure(run: Run, setup: Setup, params: Any) -> Measured:
     )
 
 
-def findings(run: Run, setup: Setup, measured: Measured) -> Iterator[Finding]:
+def findings(run: Run, setup: Setup, rescored: Rescored) -> Iterator[Finding]:
     """Yield what is found of the parameters of ``run``, one thing after the other."""
     recorded = run["val_loss"]
     digest = sha256_of_rows(setup.data.rows, setup)
     yield Finding("validation tokens", digest[:12], digest == run["data"]["val_sha256"])
-    same = recorded is not None and abs(measured.loss - recorded) <= SAME
-    yield Finding("validation loss", f"{measured.loss:.5f}, recorded {recorded}", same)
-    drawn = measured.causality
+    same = recorded is not None and abs(rescored.loss - recorded) <= SAME
+    yield Finding("validation loss", f"{rescored.loss:.5f}, recorded {recorded}", same)
+    drawn = rescored.causality
     says = f"{drawn['changed']:,} changed ends, leak {drawn['leak']:g}"
     yield Finding("causality", f"{says}, tolerance {drawn['tolerance']:g}", drawn["passed"])
-    calls = measured.calls
+    calls = rescored.calls
     yield Finding("calls to the host", ", ".join(calls) or "none", not calls)
     most = MOST_NUMBERS["evaluation"]
-    held = f"{measured.numbers:,} numbers, at most {most:,}"
-    yield Finding("constants", held, measured.numbers <= most)
+    held = f"{rescored.numbers:,} numbers, at most {most:,}"
+    yield Finding("constants", held, rescored.numbers <= most)
     most = MOST_PLACES["evaluation"]
-    held = f"{measured.places:,}, at most {most:,}"
-    yield Finding("places of numbers", held, measured.places <= most)
+    held = f"{rescored.places:,}, at most {most:,}"
+    yield Finding("places of numbers", held, rescored.places <= most)
     if beside := setup.recipe.beside:
         told_by = defined_as(beside) or "code of its own"
         yield Finding("what rows carry", told_by, told_by.startswith("jspeed."))
@@ -189,8 +189,8 @@ def findings(run: Run, setup: Setup, measured: Measured) -> Iterator[Finding]:
     weighted = setup.recipe.weigh is not None
     yield Finding("weights of targets", "the recipe's" if weighted else "equal", not weighted)
     theirs = run.get("holdout") or run.get("unread")
-    if theirs and measured.second:
-        loss, sha256 = measured.second
+    if theirs and rescored.second:
+        loss, sha256 = rescored.second
         was = theirs["val_loss"]
         right = None not in (loss, was) and abs((loss or 0.0) - (was or 0.0)) <= SAME
         says = f"{loss:.5f}, recorded {was}"

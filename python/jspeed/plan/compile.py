@@ -260,7 +260,7 @@ def step_attempts(
         )
 
     build = partial(machine_code.compiled, device=placement.device)
-    measure = partial(compiler.measured, build)
+    measure = partial(compiler.need_and_step, build)
     return attempts(recipe, stage, placement.mesh, numbers, placement.limit, lowered, measure)
 
 

@@ -186,7 +186,7 @@ def describe_evaluation(recipe: Recipe, placement: TargetPlacement) -> Evaluatio
     build = partial(machine_code.compiled, device=placement.device)
     with pretend(placement.cluster.target):
         _, lowered = program.lower_evaluation(recipe, placement, micro_tokens, rows)
-        need, compiled = compiler.measured(build, lowered)
+        need, compiled = compiler.need_and_step(build, lowered)
     if compiled is None:
         raise compiler.DoesNotFit(need)
     longest = recipe.eval_max_doc_len or recipe.eval_len

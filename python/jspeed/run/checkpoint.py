@@ -265,7 +265,7 @@ def newest(
     wrong: dict[int, str] = {}
     for step in reversed(steps_in(folder)):
         try:
-            record = read_record(folder, step)
+            record = read_checkpoint(folder, step)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise _unreadable(folder / str(step) / "record", error) from None
@@ -351,7 +351,7 @@ def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) ->
     )
 
 
-def read_record(folder: Path, step: int) -> Checkpoint:
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """Read the record of the checkpoint of ``step``, where Orbax writes it."""
     return read_json(folder / str(step) / "record" / "metadata")
 

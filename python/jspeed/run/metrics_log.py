@@ -23,7 +23,7 @@ from jspeed.run.clock import Clock
 from jspeed.run.console import Display
 from jspeed.run.evidence.stream import BEGIN, chained
 
-MEASURED = ("train_loss", "val_loss", "val_accuracy")
+CURVES = ("train_loss", "val_loss", "val_accuracy")
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes each line of metrics.jsonl as it is written."""
 
@@ -71,7 +71,7 @@ def reason(error: Exception) -> str:
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """Return what a line measures, by the names that curves get."""
-    return {name.replace("_", "/"): line[name] for name in MEASURED if name in line}
+    return {name.replace("_", "/"): line[name] for name in CURVES if name in line}
 
 
 @contextmanager
@@ -263,7 +263,7 @@ class History:
             self.metrics.write(json.dumps(self.lines[self.written]))
             self.written += 1
 
-    def record(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
+    def for_checkpoint(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
         """What a checkpoint keeps of this, with the state of the ``loader`` and the run's
         ``identity``."""
         return {
@@ -280,7 +280,8 @@ class History:
         }
 
     def resume(self, record: Checkpoint) -> None:
-        """Resume from what :meth:`record` returned; metrics are rewritten up to that step."""
+        """Resume from what :meth:`for_checkpoint` returned; metrics are rewritten up to that
+        step."""
         self.clock.resume(record["ledger"])
         self.stream = record.get("stream")
         self.steps, self.tokens = record["steps"], record["tokens"]

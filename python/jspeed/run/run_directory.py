@@ -21,7 +21,7 @@ from jspeed.run.checkpoint import (
     Checkpoint,
     check_same,
     newest,
-    read_record,
+    read_checkpoint,
     remove_unfinished,
     set_aside,
 )
@@ -254,7 +254,7 @@ def checkpoint_to_resume(
 
     Raises :class:`BadInput` for one of another run, or of more than ``steps``.
     """
-    record = read_record(run_dir / "checkpoints", step)
+    record = read_checkpoint(run_dir / "checkpoints", step)
     check_same(record, identity, run_dir)
     if steps is not None and step > steps:
         raise BadInput(

@@ -289,7 +289,7 @@ def save(
         history.read()
         if history.status != "diverged":
             with pause("checkpoint"):
-                record = history.record(setup.data.loader.state_dict(), setup.identity)
+                record = history.for_checkpoint(setup.data.loader.state_dict(), setup.identity)
                 try:
                     checkpoints.save(history.steps, state, record, setup.program.tables)
                 except BadInput as error:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jspeed.base.compiler import Build, anew, compiled, measured, memory_needed
+from jspeed.base.compiler import Build, anew, compiled, memory_needed, need_and_step
 from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import custom_kernel
 from jspeed.parallel.layout import partitions, with_remat
@@ -208,7 +208,7 @@ def compile_evaluation(
         inside.look(traced.jaxpr)
     lowered = traced.lower()
     how = partial(compiled, device=device)
-    need, evaluation = measured(lambda each: build(each, how), lowered)
+    need, evaluation = need_and_step(lambda each: build(each, how), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
         there = (
             f" and there are {device.memory / 1e9:.1f} GB"
@@ -290,7 +290,7 @@ def fit(
         return traced.lower()
 
     how = partial(compiled, device=device)
-    measure = partial(measured, lambda lowered: build(lowered, how))
+    measure = partial(need_and_step, lambda lowered: build(lowered, how))
     for tried in attempts(
         recipe, stage, mesh, placement.micro_batches[number], limit, lower, measure
     ):

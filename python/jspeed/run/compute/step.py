@@ -281,7 +281,7 @@ def eval_step(
         whole = gather_parameters(recipe, gather, params, cuts, later)
         now = replace(ctx, tokenizer_mask=tokenizer_mask)
 
-        def measured(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
+        def scored(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
             row, targets_BT, rows_of_part = part
             row, beside = split(recipe.beside, row)
             inputs_BT, here = row[:, :-1], with_given(recipe, whole, rows_of_part)
@@ -292,7 +292,7 @@ def eval_step(
 
         ids = rows.astype(jnp.int32), targets.astype(jnp.int32)
         cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (*ids, given))
-        return jax.lax.map(measured, cut).reshape(targets.shape)
+        return jax.lax.map(scored, cut).reshape(targets.shape)
 
     lanes = rows_spec(mesh)
     specs = rows_only(cuts), lanes, lanes, PartitionSpec(), lanes
