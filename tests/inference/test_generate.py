@@ -291,7 +291,7 @@ def test_a_text_ends_before_its_stop(stops):
     assert all("\n\n" not in step[0] for step in steps)
 
 
-def test_a_row_ends_at_the_bos_token_or_at_the_ids_that_the_tokenizer_names_instead():
+def test_a_row_ends_at_bos_or_at_the_tokenizer_s_end_ids():
     model = toy("stdlib")
     # every id is equally probable: BOS comes, soon or late
     params = model.params | {"head": jnp.zeros_like(model.params["head"])}

@@ -308,7 +308,7 @@ def test_products_by_custom_kernels_are_the_others_to_rounding(interpreted, befo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x_largest", [None, 6.0])
-def test_mlp_in_fp8_by_custom_kernels_is_the_other_one_to_rounding(interpreted, x_largest):
+def test_mlp_in_fp8_by_a_custom_kernel_is_the_other_to_rounding(interpreted, x_largest):
     rng = np.random.default_rng(0)
     shapes = ((2, 128, 128), (128, 256), (128, 256), (2, 128, 128))
     x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from jspeed.base.signals import ENDINGS, WARNINGS
-from jspeed.inference.trained import restored
 from jspeed.parallel import layout as layouts
 from jspeed.run import checkpoint
 from jspeed.run.compute import program
@@ -286,14 +285,14 @@ def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one(tmp_path, monkeypatch
 
 def test_slow_parameters_are_read_from_a_checkpoint(tmp_path):
     recipe, mesh = find("r62", TOYS["r62"]).recipe, mesh_of(data=1)
-    _, shardings = program.state_shardings(recipe, "zero1", mesh)
+    shapes, shardings = program.state_shardings(recipe, "zero1", mesh)
     state = jax.jit(
         lambda: init_state(recipe, np.uint32(1), "zero1", mesh), out_shardings=shardings
     )()
     assert state["accumulators"]
     with checkpoint.Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         checkpoints.save(6, state, {})
-    params = restored(tmp_path / "checkpoints", 6, recipe, mesh)
+    params = checkpoint.restore(tmp_path / "checkpoints", 6, shapes)["params"]
     jax.tree.map(np.testing.assert_array_equal, params, state["params"])
 
 

@@ -203,7 +203,7 @@ def undamaged(folder: Path, step: int | None) -> int:
 
 def files_of_tables(folder: Path, recipe: Recipe) -> dict[str, Path]:
     """Return the files in ``folder`` of tables that were in the host's memory, by name."""
-    names = [name for name, spec in leaves(recipe.parameters) if spec.lookups]
+    names = [name for name, spec in leaves(recipe.parameters) if spec.sparse_rows]
     return {name: file for name in names if (file := file_of(folder, name)).is_file()}
 
 

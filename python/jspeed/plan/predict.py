@@ -10,14 +10,14 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jspeed.plan import hlo
 from jspeed.plan.assumed import Constant
 from jspeed.plan.cost import Kernel
 from jspeed.plan.measured import terms
 from jspeed.plan.measured.rates import rates_of
-from jspeed.plan.schema import BottleneckRow, Bound, Term, TermRow
+from jspeed.plan.schema import BottleneckRow, Bound, CalibrationRow, Term, TermRow
 from jspeed.plan.target import Cluster
 
 # Idle seconds between two kernels, in a CUDA graph and without.
@@ -85,11 +85,11 @@ def predicted_range(expected: float, cluster: Cluster) -> tuple[float, float]:
     return expected / factor, expected * factor
 
 
-def calibration(cluster: Cluster) -> list[dict[str, Any]]:
+def calibration(cluster: Cluster) -> list[CalibrationRow]:
     """Each of MEASURED beside what is predicted of it, by tables or, where the target of
     ``cluster`` has none, by flat rates."""
     tables = rates_of(cluster.target.name) is not None
-    rows = []
+    rows: list[CalibrationRow] = []
     for p in MEASURED:
         ms = p.tables_ms if tables else p.flat_ms
         rows.append(

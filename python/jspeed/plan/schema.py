@@ -176,6 +176,16 @@ class MatmulRow(TypedDict):
     redundancy: float | None
 
 
+class CalibrationRow(TypedDict):
+    """A published step time beside what is predicted of it (:func:`.predict.calibration`)."""
+
+    recipe: str
+    measured_ms: float
+    predicted_ms: float
+    error: float  # predicted / measured - 1
+    source: str
+
+
 class SearchRow(MicroBatch):
     """One layout and micro-batch that was tried with the last stage's step."""
 
@@ -209,7 +219,7 @@ class Plan(TypedDict):
     fit: str  # what it needs, or what would fit
     facts: dict[str, Any]  # the fields of jspeed.plan.target.DataSheet, each with its source
     constants: list[dict[str, Any]]  # of the cost model: name, value, source
-    calibration: list[dict[str, Any]]  # :func:`jspeed.plan.predict.calibration`
+    calibration: list[CalibrationRow]
     stages: list[StagePlan]
     predicted_step_ms: MillisecondRange  # the mean over all steps
     predicted_seconds: list[Seconds]  # low and high, of the run

@@ -9,9 +9,9 @@ What        Against track3: no biases and no gains; the embedding enters every l
             warm-up, no weight decay, rates that end at a tenth; 384 Ki tokens a step, 1,770 steps.
 Departures  A window of n blocks shows every query 128 n - 63 keys; the record's mask of blocks
             shows 128 (n - 1) + 1 to 128 n, by the query's place in its block, 128 n - 63.5 in the
-            mean; tables and their Adam moments are stored in fp32, there in bf16; gradients of
-            matrices and head are sent in bf16, there in fp32; the FP8 head quantises weights
-            rounded to bf16, there fp32 ones: one in 32 gets its other neighbour, which moves logits
+            mean; tables and their Adam moments are stored in fp32, in the record in bf16; gradients
+            of matrices and head are sent in bf16, not in fp32; the FP8 head quantises weights
+            rounded to bf16, not fp32 ones: one in 32 gets its other neighbour, which moves logits
             by 1.6 % (rms; FP8 itself by 3.5 %); validation on the way uses the last stage's
             windows.
 Source      modded-nanogpt record 21: 2.933 minutes on 8xH100 (100 ms a step), 3.2787 (n = 81).

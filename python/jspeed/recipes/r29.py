@@ -4,9 +4,9 @@ What        Against r21: every lane is filled with documents from their start, c
             windows of 3, 7 and 11 blocks, a third of the run each; each head's output is multiplied
             by a gate that reads the first twelve channels; FP8 scales for the summed loss, as
             Adam's epsilon is; a longer cooldown; 1,670 steps.
-Departures  r21's, its mask apart; Adam's epsilon is added after bias correction, there before: rows
-            of tables whose gradients are near 1e-9 move up to 1.3 % (norm) less there in the first
-            step, none below 1e-4.
+Departures  r21's, its mask apart; Adam's epsilon is added after bias correction, in the record
+            before: its rows of tables whose gradients are near 1e-9 move up to 1.3 % (norm) less in
+            the first step, none below 1e-4.
 Source      modded-nanogpt record 29: 2.731 minutes on 8xH100 (98 ms a step), 3.2769 (n = 7).
 Hardware    8xH100: compiled for it, not run here.
 Parent      r21

@@ -5,8 +5,8 @@ What        Against llmc: rotary positions instead of learned ones, RMS norm, QK
             six heads of 128, an untied head, softcapped logits, output projections and head that
             start at zero; Muon on the matrices of the blocks; a constant learning rate that falls
             linearly over the last 70 % of 3,250 steps.
-Departures  The embedding and its Adam moments are stored in fp32, there in bf16; gradients of
-            matrices and head are sent in bf16, there in fp32.
+Departures  The embedding and its Adam moments are stored in fp32, in the original in bf16;
+            gradients of matrices and head are sent in bf16, in the original in fp32.
 Source      modded-nanogpt's track 3 (optimization benchmark) and its tuned Muon baseline, entry 36:
             3.2787 (n = 10) at 155 ms a step on 8xH100.
 Hardware    8xH100: not run here. On CPU at a small size: benchmarks/quality.md.

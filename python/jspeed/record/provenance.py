@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jspeed.base.cores import cores
 from jspeed.base.files import sha256_of
 from jspeed.errors import type_and_line
-from jspeed.record.schema import Code, Devices, Git, Gpus, PlanEntry, Versions
+from jspeed.record.schema import Code, Devices, Git, Gpu, Gpus, PlanEntry, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 Sums = Callable[[list[jax.Array]], list[jax.Array]]
@@ -42,7 +42,7 @@ class StartEvidence:
     after_warm_up: str
     git: Git
     code: Code
-    gpus: list[dict[str, Any]] | None
+    gpus: list[Gpu] | None
     plan: PlanEntry | None
 
 
@@ -197,7 +197,7 @@ GPU_FACTS = {
 }
 
 
-def gpus() -> list[dict[str, Any]] | None:
+def gpus() -> list[Gpu] | None:
     """Name, power limit (W), clocks (MHz) and temperature of each GPU of this machine now; None
     without nvidia-smi."""
     listed = _ask(
@@ -211,7 +211,7 @@ def gpus() -> list[dict[str, Any]] | None:
     ]
 
 
-def gpu_facts(before: list[dict[str, Any]] | None) -> Gpus | None:
+def gpu_facts(before: list[Gpu] | None) -> Gpus | None:
     """Return run.json's ``gpus``: driver, CUDA, links, and each GPU as it was ``before`` the clock
     and is now."""
     after = gpus()

@@ -197,14 +197,18 @@ class Parameter(TypedDict):
     reads: NotRequired[Whole]  # of a table: how many of its entries a token reads
 
 
+Gpu = dict[str, float | str | None]
+"""What nvidia-smi says of a GPU, by the names of :data:`jspeed.record.provenance.GPU_FACTS`."""
+
+
 class Gpus(TypedDict):
     """The output of nvidia-smi on the machine of process 0."""
 
     driver: str
     cuda: str | None  # newest version of CUDA that the driver takes
     links: list[str]  # kinds of connection between the GPUs, as nvidia-smi topo calls them
-    before: list[dict[str, Any]]  # each GPU before the clock started
-    after: list[dict[str, Any]]  # each GPU after the clock stopped
+    before: list[Gpu]  # each GPU before the clock started
+    after: list[Gpu]  # each GPU after the clock stopped
 
 
 class Identity(TypedDict):

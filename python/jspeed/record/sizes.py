@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jspeed.fields import Stage
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
+from jspeed.record.schema import Parameter
 
 
 def parameter_count(parameters: Mapping[str, Any]) -> int:
@@ -17,10 +18,10 @@ def parameter_count(parameters: Mapping[str, Any]) -> int:
     return sum(spec.size for _, spec in leaves(parameters))
 
 
-def parameter_table(recipe: Recipe) -> dict[str, Any]:
+def parameter_table(recipe: Recipe) -> dict[str, Parameter]:
     """Return what run.json says of each parameter: shape without padding, axes, and how many
     entries a token reads."""
-    table: dict[str, Any] = {}
+    table: dict[str, Parameter] = {}
     rows = leaves(recipe.parameters)
     fetched = rows_fetched(recipe) if any("row" in spec.axes for _, spec in rows) else {}
     for path, spec in rows:

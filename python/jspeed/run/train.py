@@ -33,7 +33,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now, watched
 from jspeed.run.compute.device import give_back_memory
 from jspeed.run.compute.program import StepProgram
-from jspeed.run.compute.step import State, without_jit
+from jspeed.run.compute.step import Metrics, State, without_jit
 from jspeed.run.console import Display
 from jspeed.run.evaluate import look_up, tokenizer_mask, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
@@ -216,7 +216,7 @@ def loop(
 
 def feed(
     setup: Setup, history: History, execute: StepProgram, state: State
-) -> tuple[State, dict[str, jax.Array]]:
+) -> tuple[State, Metrics]:
     """Take the next batch and dispatch a step of it: the next state and the step's metrics."""
     before = now()
     batch = setup.data.loader.__next__()  # next() would forget its type

@@ -153,7 +153,7 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
 
 
 @pytest.mark.parametrize("off", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_tagged_documents_are_checked_where_custom_kernels_tag_them(off, said, monkeypatch):
+def test_tagged_documents_are_checked_where_a_kernel_tags_them(off, said, monkeypatch):
     def without_a_table(q, k, v, *, offsets_BO, **rest):
         if offsets_BO is not None:
             return by_xla(q, k, v, offsets_BO=offsets_BO, **rest)
@@ -379,7 +379,7 @@ def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
             check()
 
 
-def test_every_custom_kernel_has_results_of_the_shapes_of_plain_jax():
+def test_every_custom_kernel_has_the_shapes_of_plain_jax():
     """At the sizes of the preflight, traced alone: numbers are in tests/kernels, compilers in
     tests/aot."""
     for name in NAMES:

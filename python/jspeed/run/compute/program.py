@@ -38,6 +38,7 @@ from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.score import Measure, losses
 from jspeed.run.compute.side_by_side import Job, beside, compile_all
 from jspeed.run.compute.step import (
+    Metrics,
     State,
     at_end,
     draw,
@@ -50,7 +51,7 @@ from jspeed.run.compute.step import (
 )
 
 WARM_UPS = 2  # of each executable
-StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
+StepProgram = Callable[[State, jax.Array], tuple[State, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Program:
     ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
     number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
     ``Data.dtype`` (longer with more: :mod:`jspeed.base.beside`) -> (state, {"loss": fp32
-    scalar}). ``evaluate(params, rows, targets, tokenizer_mask)``: such rows ``[eval_rows, eval_len
-    + 1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
+    scalar}). ``evaluate(params, rows, targets, mask)``: such rows ``[eval_rows, eval_len +
+    1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
     each target, the last rows padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,
     donated, after the last step: averages of weights take their place. In the last stage a device
     takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers
@@ -363,7 +364,7 @@ def trace_step(
     sub_lanes = sub_lanes_of(recipe, stage, mesh, parts)
     given = given_shapes(recipe, recipe.lanes * sub_lanes, sub_lane_length(stage, sub_lanes), mesh)
 
-    def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, dict[str, Any]]:
+    def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, Metrics]:
         return train_step(recipe, ctx, placement, parts, phase, state, tokens, *given)
 
     metrics = {"loss": replicated(mesh)} | ({"rows": batch_rows(mesh)} if given else {})
@@ -414,13 +415,9 @@ def trace_evaluation(
     )
 
     def evaluation(
-        params: Any,
-        rows: jax.Array,
-        targets: jax.Array,
-        tokenizer_mask: jax.Array | None,
-        *given: Rows,
+        params: Any, rows: jax.Array, targets: jax.Array, mask: jax.Array | None, *given: Rows
     ) -> jax.Array:
-        read = params, rows, targets, tokenizer_mask, *given
+        read = params, rows, targets, mask, *given
         return eval_step(recipe, ctx, placement, parts, *read, measure=measure)
 
     jitted = jax.jit(evaluation, out_shardings=whole)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,13 @@ from jspeed.run.compute.device import Placement
 from jspeed.run.compute.gradients import gradients, traced_once
 from jspeed.run.compute.host_tables import Rows, with_given
 from jspeed.run.compute.score import Measure, losses
+
+
+class Metrics(TypedDict):
+    """What a step says: the mean loss, and gradients of the rows that it was given."""
+
+    loss: jax.Array
+    rows: NotRequired[Rows]
 
 
 class State(TypedDict):
@@ -105,7 +112,7 @@ def train_step(
     state: State,
     tokens: jax.Array,
     given: Rows | None = None,
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, Metrics]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches;
     ``phase`` is the step's number modulo the recipe's period.
 
@@ -145,7 +152,10 @@ def train_step(
         rows=rows,
         means=means,
     )
-    return done, {"loss": jnp.mean(row_losses) / mean} | ({"rows": of_given} if given else {})
+    metrics: Metrics = {"loss": jnp.mean(row_losses) / mean}
+    if given:
+        metrics["rows"] = of_given
+    return done, metrics
 
 
 def on_devices(

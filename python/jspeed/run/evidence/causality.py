@@ -62,12 +62,12 @@ def causality(
     longest = max(lengths_of(rows, text.bos_id))
     leak = 0.0
     moved = np.inf
-    places = text_after(rows)
+    positions = text_after(rows)
     for number in range(passes + 1):
         if number == passes:
             changed = replaced_rows(rng, rows)
         else:
-            changed = other_ends(rng, rows, places, text.vocabulary)
+            changed = other_ends(rng, rows, positions, text.vocabulary)
             broken = ~allowed(changed, text, longest)
             changed[broken] = same_documents(rng, text, rows[broken], changed[broken])
         differs = changed[:, :-1] != rows[:, :-1]
@@ -100,7 +100,7 @@ def finite(losses: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def text_after(rows: Ids) -> tuple[Ids, NDArray[np.intp], NDArray[np.intp]]:
-    """Return the text of all rows, where each id occurs in it, and where those places begin for
+    """Return the text of all rows, where each id occurs in it, and where those positions begin for
     each id."""
     text = rows[:, :-1].reshape(-1)
     order = np.argsort(text, kind="stable")
@@ -111,11 +111,11 @@ def text_after(rows: Ids) -> tuple[Ids, NDArray[np.intp], NDArray[np.intp]]:
 def other_ends(
     rng: np.random.Generator,
     rows: Ids,
-    places: tuple[Ids, NDArray[np.intp], NDArray[np.intp]],
+    positions: tuple[Ids, NDArray[np.intp], NDArray[np.intp]],
     ids: int,
 ) -> Ids:
     """Return ``rows`` with other inputs from a position of each on."""
-    text, order, starts = places
+    text, order, starts = positions
     changed = rows.copy()
     length = rows.shape[1] - 1
     for row in changed:
