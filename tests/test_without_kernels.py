@@ -83,8 +83,8 @@ def test_a_device_says_in_a_line_what_it_lacks_of_kernels(without_triton):
 
 def test_devices_have_all_kernels_where_nothing_is_missing():
     hopper, ampere = (available(Chip("gpu", (number, 0)), PACKED) for number in (9, 8))
-    assert hopper.attention == ("cudnn", "cudnn_lanes", "triton", "xla") and len(hopper.own) == 8
-    assert ampere.attention == ("triton", "xla") and not ampere.own
+    assert hopper.attention == ("cudnn", "cudnn_lanes", "triton", "xla") and len(hopper.custom) == 8
+    assert ampere.attention == ("triton", "xla") and not ampere.custom
     assert hopper.lacking is ampere.lacking is None
 
 

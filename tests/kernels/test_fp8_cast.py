@@ -70,6 +70,6 @@ def test_what_overflows_is_clipped_and_nan_stays_nan(dtype):
 
 @pytest.mark.parametrize("shape", [(100, 128), (128, 192)])
 def test_sizes_that_do_not_fill_blocks_are_refused(shape):
-    assert not fp8_cast.fits(*shape) and fp8_cast.fits(128, 256)
+    assert not fp8_cast.accepts(*shape) and fp8_cast.accepts(128, 256)
     with pytest.raises(BadInput, match=f"multiples of 128, found {shape[0]} x {shape[1]}"):
         fp8_cast.cast(jnp.zeros(shape, jnp.bfloat16), jnp.float32(1.0), E4M3, interpret=True)

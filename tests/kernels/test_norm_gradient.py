@@ -39,7 +39,7 @@ def test_against_float64():
 def test_a_sum_beside_a_norm_has_the_gradients_of_the_plain_path(tokens):
     """Terms that use arrays around them, and the first channels; where tokens are no whole blocks,
     by plain JAX."""
-    kernel = Kernel(partial(module.norm_gradient, interpret=True), module.fits)
+    kernel = Kernel(partial(module.norm_gradient, interpret=True), module.accepts)
     rng = np.random.default_rng(0)
     x, w, c, g = (
         jnp.asarray(rng.normal(size=(1, *shape)), jnp.float32)
