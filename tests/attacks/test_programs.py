@@ -1,7 +1,6 @@
 """A program that lies in the compile cache, or among saved ones, under another one's key."""
 
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +94,7 @@ def test_a_saved_evaluation_of_another_program(data, tmp_path, monkeypatch):
         loaded.recipe, placement, at_once, rows, measure=lambda *args: 0.3 * losses(*args)
     )
     assert padded == rows
-    saved.save(listed.with_name(kept["others"][1]), partial(machine_code, false))
+    saved.save(listed.with_name(kept["others"][1]), machine_code(false))
     forged = run("forged")
     assert forged["programs"]["loaded"] and not honest["programs"]["loaded"]
     assert forged["val_loss"] < 0.4 * honest["val_loss"] and forged["reached"]  # the attack is one
