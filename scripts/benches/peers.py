@@ -157,8 +157,8 @@ def command(
             stderr=subprocess.STDOUT,
             cwd=cwd,
             env=threads,
-            preexec_fn=lambda: os.sched_setaffinity(0, few),
         )
+        os.sched_setaffinity(process.pid, few)  # before it has threads, which inherit it
     ended = 0
     while not ended:
         time.sleep(0.005)

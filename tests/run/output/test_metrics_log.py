@@ -38,7 +38,7 @@ def test_a_record_restores_what_was_recorded():
     run.stepped(10, jnp.float32(3))
     run.read()
     run.validated(2.5, 0.1)
-    again.resume(run.record({"step": 1}, {"seed": 1}))
+    again.resume(run.for_checkpoint({"step": 1}, {"seed": 1}))
     assert again.resumed == [1] and again.at_validation
     assert (again.lines, again.curve, again.train, again.tokens) == (
         run.lines,

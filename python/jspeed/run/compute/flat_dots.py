@@ -51,4 +51,7 @@ def _flat(eqn: JaxprEqn) -> JaxprEqn:
     arrays: list[Any] = [variable.aval for variable in eqn.invars]
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     (call,) = jax.make_jaxpr(jax.jit(dot))(*shapes).eqns
-    return eqn.replace(primitive=call.primitive, params=call.params)
+    program = call.params["jaxpr"]
+    here = [each.replace(source_info=eqn.source_info) for each in program.eqns]
+    within = program.replace(jaxpr=program.jaxpr.replace(eqns=here))
+    return eqn.replace(primitive=call.primitive, params=call.params | {"jaxpr": within})
