@@ -1,15 +1,13 @@
 """Read tables of results by others (records/history), shown beside ours and not verified by
 jspeed."""
 
-import csv
-import io
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jspeed.base.files import read_text
 from jspeed.board.board import BoardTrack, Histories, HistoryRow
+from jspeed.board.records.prices import lines_of
 from jspeed.errors import BadInput
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
@@ -32,13 +30,7 @@ def read_history(records: Path, name: str) -> list[HistoryRow]:
     ``seconds``, steps, tokens, mean loss, number of runs, what changed; None for what was not
     published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
-    text = read_text(path, "restore it")
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise BadInput(
-            f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}"
-        )
-    return [_row(row, path, number) for number, row in enumerate(reader, 2)]
+    return [_row(row, path, number) for number, row in enumerate(lines_of(path, COLUMNS), 2)]
 
 
 def _row(row: dict[str, str], path: Path, number: int) -> HistoryRow:

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -30,13 +30,18 @@ def read_prices(records: Path) -> list[Price]:
     path = records / "history" / "prices.csv"
     if not path.exists():
         return []
+    return [_price(row, path, number) for number, row in enumerate(lines_of(path, COLUMNS), 2)]
+
+
+def lines_of(path: Path, columns: Sequence[str]) -> Iterable[dict[str, str]]:
+    """Return the lines of a table by column; raises BadInput where it has other ``columns``."""
     reader = csv.DictReader(io.StringIO(read_text(path, "restore it"), newline=""))
-    if tuple(reader.fieldnames or ()) != COLUMNS:
+    if list(reader.fieldnames or ()) != [*columns]:
         raise BadInput(
-            f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}; restore"
+            f"{path}: expected the columns {', '.join(columns)}, found {reader.fieldnames}; restore"
             " it"
         )
-    return [_price(row, path, number) for number, row in enumerate(reader, 2)]
+    return reader
 
 
 def _price(row: dict[str, str], path: Path, number: int) -> Price:
