@@ -9,6 +9,8 @@ use crate::{Error, Moment, Rates, place, slot};
 
 /// Columns whose squares are summed apart, and then by halves.
 const LANES: usize = 32;
+/// Of these, so many that one register of AVX2 holds.
+const REGISTER: usize = 8;
 
 /// A number of a gradient: bf16 as its bits, or fp32.
 pub trait Gradient: Pod + Send + Sync {
@@ -221,13 +223,15 @@ fn change_row<G: Gradient>(
 #[expect(clippy::inline_always, reason = "so that it is compiled for its caller's registers")]
 #[expect(clippy::cast_precision_loss, reason = "a width is below 2^24")]
 fn mean_square<G: Gradient>(values: &[G]) -> f32 {
-    let mut sums = [0.0; LANES];
+    let mut sums = [[0.0; REGISTER]; LANES / REGISTER];
     let mut whole = values.chunks_exact(LANES);
     for values in &mut whole {
-        for (sum, value) in sums.iter_mut().zip(values) {
-            *sum += value.widen() * value.widen();
+        for (sums, values) in sums.iter_mut().zip(values.chunks_exact(REGISTER)) {
+            let values: [f32; REGISTER] = std::array::from_fn(|at| values[at].widen());
+            *sums = std::array::from_fn(|at| sums[at] + values[at] * values[at]);
         }
     }
+    let mut sums: [f32; LANES] = bytemuck::cast(sums);
     for (sum, value) in sums.iter_mut().zip(whole.remainder()) {
         *sum += value.widen() * value.widen();
     }

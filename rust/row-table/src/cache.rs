@@ -3,7 +3,7 @@
 //! Nobody on the host reads a gathered row again, so it should not push others out of the caches.
 
 /// Rows ahead whose weights are fetched; their numbers are twice as far ahead again.
-pub const AHEAD: usize = 4;
+pub const AHEAD: usize = 6;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
