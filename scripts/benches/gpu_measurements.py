@@ -38,7 +38,7 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.record import provenance
 from jspeed.record.sizes import scored_shape
 from jspeed.run.clock import now, utc_now
-from jspeed.run.compute.device import device_of, with_kernels_asked_for
+from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
@@ -261,16 +261,16 @@ def stage(name: str, attention: str, sets: Iterable[str], tuned: bool = False) -
     recipe, mesh = found.recipe, make_mesh({"data": 1}, jax.devices()[:1])
     measured, backend = stage_of(recipe), None if attention == "-" else attention
     setting = steps.Settings(mesh, backend or ("xla" if TOY else None), None, STEPS, None)
-    device = with_kernels_asked_for(device_of(mesh, setting.attention, recipe=recipe), found.fields)
-    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, None)
-    checked = preflight(recipe, placement, found.fields, Console(stderr=True))
+    device = device_of(mesh, setting.attention, recipe=recipe, fields=found.fields)
+    placement = place(recipe, mesh, DEFAULT_LAYOUT, device)
+    device = preflight(recipe, placement, Console(stderr=True)).device
     index = recipe.stages.index(measured)
     with turn() if tuned else nullcontext():
-        made = steps.compile_stage(recipe, index, setting, checked.device, 1 if tuned else 4)
+        made = steps.compile_stage(recipe, index, setting, device, 1 if tuned else 4)
     texts = made.texts
     counted = [kernels(text, measured.max_doc_len) for text in texts]
     facts: dict[str, Any] = {
-        "kernels": checked.record(),
+        "kernels": device.record(),
         "fp8_calls": texts[-1].count(f'"{FP8_CALL}"'),
         "published_ms": PUBLISHED_MS.get(name),
         "counted": summary(counted),

@@ -111,7 +111,8 @@ def measure_recipe(recipe: Recipe, recipe_hash: str, setting: Settings) -> Itera
     """Measure the stages of a recipe one after the other, on one training state."""
     state = None
     for index in stages_to_measure(len(recipe.stages)):
-        device = device_of(setting.mesh, setting.attention, recipe=recipe)
+        asked = setting.attention, None, recipe, None, setting.micro_batch
+        device = device_of(setting.mesh, *asked)
         made = compile_stage(recipe, index, setting, device)
         row, state = measure_stage(recipe, recipe_hash, index, setting, made, state)
         yield row
@@ -123,7 +124,7 @@ def compile_stage(
     """Compile the steps of a stage, ``at_once`` side by side, and its first state. Raises
     :class:`BadInput` where that does not fit in memory."""
     mesh, began = setting.mesh, now()
-    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+    placement = place(recipe, mesh, DEFAULT_LAYOUT, device)
     check_state_fits(recipe, placement, {})
     with ThreadPoolExecutor(at_once) as pool:
         one = partial(fit, recipe, placement, index)

@@ -120,12 +120,10 @@ def test_a_recipe_is_measured_with_its_own_attention(monkeypatch):
     from benches import steps
 
     recipe, mesh, asked = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1]), []
-    monkeypatch.setattr(
-        steps, "device_of", lambda *arguments, **named: asked.append((*arguments, named)) or 1 / 0
-    )
+    monkeypatch.setattr(steps, "device_of", lambda *given: asked.append(given) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(steps.measure_recipe(recipe, "hash", steps.Settings(mesh, "xla", None, 2, None)))
-    assert asked == [(mesh, "xla", {"recipe": recipe})]
+    assert asked == [(mesh, "xla", None, recipe, None, None)]
 
 
 def test_kernels_of_a_gpu_are_added_up():

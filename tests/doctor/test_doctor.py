@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import sys
 import tomllib
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from jspeed.base.accelerators import Accelerators
 from jspeed.corpus import tokenise
 from jspeed.doctor import command as doctor
-from jspeed.run.compute.device import Device
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -49,8 +47,10 @@ def test_what_is_there(cache, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] == 8
     assert found["problem"] is None
-    assert found["attention"] == {"backend": "xla", "why": "the only backend on a CPU"}
-    assert found["fp8"]["matmuls"] == "emulated"
+    chosen = found["choices"]
+    assert list(chosen) == ["attention", "FP8", "custom kernels", "micro-batch"]
+    assert chosen["attention"]["why"] == "the only backend on a CPU"
+    assert chosen["FP8"]["value"] == "emulated"
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert 0 < found["machine"]["available_memory"] < found["machine"]["memory"]
     assert found["cache"]["programs"] == 1234 and found["cache"]["saved"] == 777
@@ -79,8 +79,9 @@ def test_one_screen(cache, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     labels = [line[: doctor.LABEL].strip() for line in lines if line[0] != " "]
-    assert labels == "jspeed repository Python packages machine devices attention FP8".split() + [
-        *("cache", "data", "extras", "launcher")
+    assert labels == [
+        *"jspeed repository Python packages machine devices attention FP8".split(),
+        *("custom kernels", "micro-batch", "cache", "data", "extras", "launcher"),
     ]
     assert any("mine: train " in line and line.endswith("tokens of bytes") for line in lines)
 
@@ -96,31 +97,6 @@ def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.split())
     assert "devices Unable to initialize backend 'cuda': no device cache" in shown
     assert "launcher RANK" in shown
-
-
-@pytest.mark.parametrize(
-    ("attention", "fp8", "capability", "words"),
-    [
-        ("cudnn", "native", "9.0", ["compute capability 9.0", "on tensor cores"]),
-        ("cudnn", "native", "10.0", ["compute capability 10.0", "on tensor cores"]),
-        ("triton", "missing", "8.0", ["not yet run.* this is 8.0", "compute capability 8.9"]),
-        ("triton", "native", "12.0", ["not yet run.* this is 12.0", "on tensor cores"]),
-        ("xla", "missing", "7.5", ["capability 8.0, this is 7.5", "compute capability 8.9"]),
-    ],
-)
-def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
-    said = doctor.explain(Device("gpu", attention, fp8, 512), capability)
-    assert all(
-        re.search(re.escape(word).replace(r"\.\*", ".*"), line)
-        for word, line in zip(words, said, strict=True)
-    )
-
-
-def test_a_device_without_kernels_of_its_own_gets_its_note():
-    assert (
-        doctor.explain(Device("tpu", "splash", "missing", 512, note="TPU v9: new"), None)
-        == ("TPU v9: new",) * 2
-    )
 
 
 def test_extras_are_the_package_s():

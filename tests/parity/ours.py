@@ -154,7 +154,6 @@ def updates(recipe: Recipe, params: Tree, grads: Sequence[Tree], number: int) ->
 def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[list[float], Tree]:
     """Loss of every training step from step 0 on, and the parameters after the last."""
     mesh = one_device()
-    device = device_of(mesh)
     _, shardings = program.state_shardings(recipe, "zero1", mesh)
     state = jax.jit(lambda s: step.init_state(recipe, s, "zero1", mesh), out_shardings=shardings)(
         np.uint32(0)
@@ -173,10 +172,8 @@ def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[
         stage = stage_at(recipe, number)
         key = (id(stage), number % recipe.period)
         if key not in compiled:
-            placement, index = (
-                place(recipe, mesh, "zero1", device, at_once),
-                recipe.stages.index(stage),
-            )
+            device = device_of(mesh, micro_batch=at_once)
+            placement, index = place(recipe, mesh, "zero1", device), recipe.stages.index(stage)
             compiled[key] = program.fit(recipe, placement, index, number % recipe.period)[0]
         state, metrics = compiled[key](
             state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh))

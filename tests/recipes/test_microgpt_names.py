@@ -156,7 +156,9 @@ def one_step(tokens, devices, parts):
     _, shardings = program.state_shardings(RECIPE, "zero1", mesh)
     state = jax.jit(lambda s: step.init_state(RECIPE, s), out_shardings=shardings)(np.uint32(0))
     micro = RECIPE.lanes // devices // parts * RECIPE.stages[0].lane_len
-    execute, *_ = program.fit(RECIPE, place(RECIPE, mesh, "zero1", device_of(mesh), micro), 0)
+    execute, *_ = program.fit(
+        RECIPE, place(RECIPE, mesh, "zero1", device_of(mesh, micro_batch=micro)), 0
+    )
     state, metrics = execute(state, jax.device_put(tokens, batch_rows(mesh)))
     return state["params"], float(metrics["loss"])
 

@@ -203,19 +203,22 @@ NAMES = {
     ),
     "jspeed.run.compute.checked": (
         "Build",
-        "Preflight",
+        "with_calls",
     ),
     "jspeed.run.compute.device": (
+        "Asked",
         "Device",
         "GPUS",
         "GPU_MICRO_BATCH",
         "Placement",
         "USABLE",
+        "choices",
         "device_of",
         "has_bounded_documents",
         "has_document_masks",
         "head_width",
         "platform_problem",
+        "takes",
     ),
     "jspeed.run.compute.division": (
         "Attempt",

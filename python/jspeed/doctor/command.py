@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jspeed
 from jspeed._dataloader import available_memory
@@ -26,9 +26,6 @@ from jspeed.data.manifest import complete_manifest
 from jspeed.doctor import host
 from jspeed.errors import BadInput
 
-if TYPE_CHECKING:
-    from jspeed.run.compute.device import Device
-
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
 # Of each extra: modules that show that it is there (any of them), and what it gives.
 EXTRAS = {
@@ -42,7 +39,7 @@ EXTRAS = {
 }
 SHARED = Path("/dev/shm")
 NCCL_SHARED = 2**29  # bytes of it; Docker gives 64 MB, and NCCL's processes of a machine use it
-LABEL = 12  # columns
+LABEL = 15  # columns
 
 
 def doctor(json_: bool = False) -> None:
@@ -97,22 +94,20 @@ def accelerators() -> dict[str, Any]:
 
         from jspeed.parallel.mesh import find_devices, make_mesh
         from jspeed.record import provenance
-        from jspeed.run.compute.device import device_of, platform_problem
+        from jspeed.run.compute.device import choices, device_of, platform_problem
     try:
         count = len(find_devices())
         kind = provenance.devices()["kind"]
         mesh = make_mesh()
         first = mesh.devices.flat[0]
-        device = device_of(mesh)
+        device = device_of(mesh, fields={"FP8": "on", "OWN_KERNELS": "on"})
     except (RuntimeError, BadInput) as error:
         return {
             "devices": None,
             "problem": str(error).splitlines()[0],
-            "attention": None,
-            "fp8": None,
+            "choices": {},
         }
     capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
-    attention, fp8 = explain(device, capability)
     return {
         "devices": {
             "platform": device.platform,
@@ -125,39 +120,8 @@ def accelerators() -> dict[str, Any]:
             ),
         },
         "problem": platform_problem(device.platform),
-        "attention": {"backend": device.attention, "why": attention},
-        "fp8": {"matmuls": device.fp8, "why": fp8},
+        "choices": {choice.name: choice._asdict() for choice in choices(device)},
     }
-
-
-def explain(device: "Device", capability: str | None) -> tuple[str, str]:
-    """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None
-    off NVIDIA GPUs."""
-    if device.note and capability is None:
-        return device.note, device.note
-    if capability is None:
-        reason = "the only backend on a CPU"
-    elif device.attention == "xla":
-        reason = f"fused kernels need compute capability 8.0, this is {capability}"
-    elif device.attention == "triton":
-        reason = (
-            "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is"
-            f" {capability}"
-        )
-    else:
-        reason = f"compute capability {capability}"
-    if device.note:
-        reason += f"; {device.note}"
-    reasons = {
-        "native": f"on tensor cores, compute capability {capability}",
-        "missing": (
-            f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}"
-        ),
-        "emulated": (
-            "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster"
-        ),
-    }
-    return reason, reasons[device.fp8]
 
 
 def cache_and_data() -> dict[str, Any]:
@@ -288,8 +252,7 @@ def rows_of_devices(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("devices", f"{devices['count']} x {devices['kind']}{memory}{chosen}"),
         ("", report["problem"]),
-        ("attention", f"{report['attention']['backend']}: {report['attention']['why']}"),
-        ("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"),
+        *((name, f"{one['value']}: {one['why']}") for name, one in report["choices"].items()),
         ("", shared_memory_problem(devices, report["shared_memory"])),
     ]
     return [(label, text) for label, text in rows if text]

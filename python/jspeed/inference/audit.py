@@ -25,7 +25,6 @@ from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run import evaluate
 from jspeed.run.clock import utc_now
-from jspeed.run.compute.checked import Preflight
 from jspeed.run.compute.inside import Inside
 from jspeed.run.compute.program import Program, compile_evaluation, state_shardings
 from jspeed.run.evidence import probes
@@ -123,7 +122,7 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
     known = loaded.recipe
     shardings = state_shardings(known, placement.layout, placement.mesh)[1]["params"]
     params = jax.tree.map(put, read_parameters(weights, known), shardings)
-    inside, at_once = Inside(), placement.device.micro_batch
+    inside, at_once = Inside(), placement.device.at_once
     padded, compiled = compile_evaluation(
         known, placement, at_once, len(of_data.rows), inside=inside
     )
@@ -137,8 +136,7 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
         validation.tokenizer_mask = evaluate.tokenizer_mask(
             known, of_data.byte_pairs, placement.mesh
         )
-    checked = Preflight(placement)
-    setup = Setup(options, loaded, of_data, none, program, validation, none, {}, none, checked)
+    setup = Setup(options, loaded, of_data, none, program, validation, none, {}, none, placement)
     return setup, params
 
 

@@ -91,10 +91,10 @@ def validate(
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
     placement = Placement(model.mesh, DEFAULT_LAYOUT, device_of(model.mesh, recipe=recipe))
     console = Console(stderr=True, highlight=False)
-    placement = hooks().preflight(recipe, placement, {}, console).placement
+    placement = hooks().preflight(recipe, placement, console)
     evaluate.check_documents(rows, recipe, eval_context(recipe, placement.device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
-    padded, run = compile_evaluation(recipe, placement, placement.device.micro_batch, len(rows))
+    padded, run = compile_evaluation(recipe, placement, placement.device.at_once, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     if pairs := evaluate.byte_pairs(recipe, tokenizer.name, gpt2_byte_pairs):
         validation.tokenizer_mask = evaluate.tokenizer_mask(recipe, pairs, model.mesh)

@@ -85,10 +85,9 @@ def place_on_target(
     without a plugin, and as :func:`jspeed.run.compute.division.place` does.
     """
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
-    device = device_of(mesh, memory=cluster.usable_bytes, recipe=recipe)
-    return TargetPlacement(
-        cluster=cluster, tell=tell, **vars(place(recipe, mesh, layout, device, micro_batch))
-    )
+    device = device_of(mesh, None, cluster.usable_bytes, recipe, micro_batch=micro_batch)
+    placement = place(recipe, mesh, layout, device)
+    return TargetPlacement(cluster=cluster, tell=tell, **vars(placement))
 
 
 def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:

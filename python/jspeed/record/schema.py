@@ -180,6 +180,7 @@ class Kernels(TypedDict):
     calls: NotRequired[dict[str, AtLeastOne]]
     checked: list[str]  # preflight checks that passed; empty without a preflight
     refused: list[str]  # features found broken and not used, with reasons
+    why: NotRequired[dict[str, str]]  # of each choice by its name; older runs do not say
 
 
 class PlanEntry(TypedDict):

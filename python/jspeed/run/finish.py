@@ -202,7 +202,7 @@ def record(
         "micro_batch": program.micro_tokens,
         "head_chunk": program.head_chunk,
         "remat": program.remat,
-        "kernels": setup.checked.record(),
+        "kernels": setup.placement.device.record(),
         "data": data,
         "loader": setup.data.loader.stats(),
         "host": Host(

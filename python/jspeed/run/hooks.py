@@ -13,7 +13,7 @@ from jspeed.recipe import Recipe
 from jspeed.record.schema import PlanEntry, Unsealed
 from jspeed.run import export
 from jspeed.run.compute import checked
-from jspeed.run.compute.checked import Build, Preflight
+from jspeed.run.compute.checked import Build
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.compute.program import Program, compile_program
@@ -85,10 +85,11 @@ class Hooks:
     Of tables: ``host_tables(recipe)`` makes those of ``recipe.on_host`` in the host's memory,
     before anything is compiled. Raises BadInput where they do not fit.
 
-    Of devices: ``preflight(recipe, placement, fields, console)`` returns what of a device works.
-    ``compiled(recipe, that, fields, console, build)`` makes its programs by ``build(placement)``,
-    with less where they cannot be compiled. All processes call both, and agree. ``faults(device,
-    whether documents are packed, the programs' texts)`` names versions that are known to be bad.
+    Of devices: ``preflight(recipe, placement, console)`` returns the placement with what of its
+    device works. ``compiled(recipe, that, console, build)`` makes its programs by
+    ``build(placement)``, with less where they cannot be compiled. All processes call both, and
+    agree. ``faults(device, whether documents are packed, the programs' texts)`` names versions that
+    are known to be bad.
 
     ``saved(recipe with its fields, placement, evaluation's rows, keeps)`` compiles the programs.
     Where the run ``keeps`` them it loads those that the same run has made before. All processes
@@ -110,13 +111,10 @@ class Hooks:
     read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
     departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
     host_tables: Callable[[Recipe], HostTables] = no_host_tables
-    preflight: Callable[[Recipe, Placement, Mapping[str, Any], Console], Preflight] = (
-        checked.unchecked
+    preflight: Callable[[Recipe, Placement, Console], Placement] = checked.unchecked
+    compiled: Callable[[Recipe, Placement, Console, Build], tuple[Program, Placement]] = (
+        checked.compile_together
     )
-    compiled: Callable[
-        [Recipe, Preflight, Mapping[str, Any], Console, Build],
-        tuple[Program, Preflight],
-    ] = checked.compile_together
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
     saved: Callable[[LoadedRecipe, Placement, int, bool], Program] = made_anew
     planned: Callable[[Path | None], bool] = unplanned

@@ -35,16 +35,15 @@ from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute import host_tables
-from jspeed.run.compute.checked import Preflight
 from jspeed.run.compute.device import (
     Device,
     Placement,
+    choices,
     device_of,
     has_document_masks,
     keep_freed_memory,
-    kernels_of,
+    memory_of,
     platform_problem,
-    with_kernels_asked_for,
 )
 from jspeed.run.compute.division import memory_notes, place
 from jspeed.run.compute.host_tables import HostTables
@@ -87,8 +86,7 @@ class RunData:
 class Setup:
     """A run that is ready to start: ``state`` is the first one.
 
-    ``identity`` is what a checkpoint must share to be resumed; ``checked`` is what the preflight
-    found."""
+    ``identity`` is what a checkpoint must share to be resumed."""
 
     options: Options
     loaded: LoadedRecipe
@@ -99,17 +97,12 @@ class Setup:
     state: State
     identity: dict[str, Any]
     at_start: StartEvidence
-    checked: Preflight
+    placement: Placement
 
     @property
     def recipe(self) -> Recipe:
         """The recipe, with --target-loss and the longest document of its evaluations."""
         return self.loaded.recipe
-
-    @property
-    def placement(self) -> Placement:
-        """Where the run's programs run."""
-        return self.checked.placement
 
     @property
     def run_dir(self) -> Path:
@@ -142,25 +135,24 @@ def set_up(
         loaded, data = open_data(options, loaded, placement.device, hooks)
     identity = identity_of(options, loaded, data)
     require_equal(identity | settings_of(options, placement, data))
-    checked = Preflight(placement)
     if options.preflight:
         with clock.section("preflight"):
-            checked = hooks.preflight(loaded.recipe, placement, loaded.fields, console)
+            placement = hooks.preflight(loaded.recipe, placement, console)
     commit, code = provenance.git(), provenance.code()
     plan = hooks.entry_of_plan(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
         if processes.index() == 0 and directory.checkpoint is None:
             write_source(options, loaded, data, directory.path)
-        say_opening(options, loaded, checked, data, console, hooks)
+        say_opening(options, loaded, placement, data, console, hooks)
         output.notes(console, provenance.why_no_commit(commit))
-        program, validation, initial, checked = compile_and_warm_up(
-            options, loaded, checked, data.rows, clock, console, hooks, saves, tables
+        program, validation, initial, placement = compile_and_warm_up(
+            options, loaded, placement, data.rows, clock, console, hooks, saves, tables
         )
-        say_fallbacks(loaded.recipe, program, checked, console, hooks)
+        placement = with_less_memory(loaded.recipe, program, placement, console, hooks)
         with clock.section("initial state"):
             state, after = first_state(
-                options, loaded.recipe, program, checked.placement, first_params, directory
+                options, loaded.recipe, program, placement, first_params, directory
             )
             if directory.checkpoint:
                 data.loader.load_state_dict(directory.checkpoint["loader"])
@@ -170,7 +162,7 @@ def set_up(
         raise
     directory.keep()
     return Setup(
-        options, loaded, data, directory, program, validation, state, identity, at_start, checked
+        options, loaded, data, directory, program, validation, state, identity, at_start, placement
     )
 
 
@@ -189,15 +181,14 @@ def load_recipe_and_placement(
     if options.target_loss is not None:
         loaded = replace(loaded, recipe=replace(recipe, target_loss=options.target_loss))
     mesh = mesh_for(options.mesh) or make_mesh()
-    device = device_of(mesh, options.attention, recipe=recipe)
-    limits = [memory for memory in gather("memory", device.memory) if memory]
-    if limits and device.memory != min(limits):  # all processes compile the same program
-        device = device_of(mesh, options.attention, min(limits), recipe)
-    device = with_kernels_asked_for(device, loaded.fields)
+    # all processes compile the same program
+    memory = min(filter(None, gather("memory", memory_of(mesh))), default=None)
+    asked = options.attention, memory, recipe, loaded.fields, options.micro_batch
+    device = device_of(mesh, *asked)
     fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
 
     def placed(recipe: Recipe) -> Placement:
-        placement = place(recipe, mesh, options.layout, device, options.micro_batch)
+        placement = place(recipe, mesh, options.layout, device)
         check_state_fits(recipe, placement, loaded.fields)
         return placement
 
@@ -290,7 +281,7 @@ def write_source(options: Options, loaded: LoadedRecipe, data: RunData, run_dir:
 def say_opening(
     options: Options,
     loaded: LoadedRecipe,
-    checked: Preflight,
+    placement: Placement,
     data: RunData,
     console: Console,
     hooks: Hooks,
@@ -298,12 +289,10 @@ def say_opening(
     """Print every derived number of the run as (name, formula, value), then what a user should know
     of it."""
     recipe = loaded.recipe
-    mesh = checked.placement.mesh
-    device = checked.device
-    parts = checked.placement.parts
+    mesh, device, parts = placement.mesh, placement.device, placement.parts
     devices = provenance.devices()
     path = min(str(loaded.path), os.path.relpath(loaded.path), key=len)
-    kernels, explanation = kernels_of(device, loaded.fields.get("FP8"))
+    *chosen, first = choices(device)
     on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
     accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
     rows = [
@@ -312,10 +301,10 @@ def say_opening(
         ("devices", on, str(devices["count"])),
         (
             "micro-batches",
-            accumulated,
+            f"{accumulated}; {first.value} {first.why}",
             output.by_stage(parts) + output.pipeline_note(mesh, parts[-1]),
         ),
-        ("kernels", explanation, kernels),
+        *((choice.name, choice.why, choice.value) for choice in chosen),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
     rows += host_tables.opening(recipe)
@@ -336,58 +325,60 @@ def say_opening(
 def compile_and_warm_up(
     options: Options,
     loaded: LoadedRecipe,
-    checked: Preflight,
+    placement: Placement,
     rows: np.ndarray,
     clock: Clock,
     console: Console,
     hooks: Hooks,
     saves: bool,
     tables: HostTables | None = None,
-) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
+) -> tuple[Program, evaluate.ValidationSet, str, Placement]:
     """Return the largest program that a device can run, the rows on the devices, and the checksum
-    of the first state. Last is ``checked``, with the settings that could be compiled. Raises
+    of the first state. Last is the placement, with the settings that could be compiled. Raises
     :class:`BadInput` where none can."""
-    recipe, mesh = loaded.recipe, checked.placement.mesh
+    recipe, mesh = loaded.recipe, placement.mesh
 
     def build(placement: Placement) -> Program:
         return hooks.saved(loaded, placement, len(rows), saves)
 
     while True:
         with clock.section("compile"):
-            program, checked = hooks.compiled(recipe, checked, loaded.fields, console, build)
+            program, placement = hooks.compiled(recipe, placement, console, build)
             if options.accuracy:
-                counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
+                counted = evaluate.compile_accuracy(recipe, placement, program.eval_rows)
                 program = replace(program, accuracy=counted)
             if tables:
-                program = tables.serve(recipe, checked.placement, program)
+                program = tables.serve(recipe, placement, program)
         with clock.section("warm-up"), output.waiting(console, "warming up"):
             initial = checksum(program.init(options.seed), program.sums)
             validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
             # Evaluations are off the clock: without a limit of memory their first is soon enough.
-            tried = validation.evaluated if checked.device.memory else ()
+            tried = validation.evaluated if placement.device.memory else ()
             if warm_up_fits(program, recipe, mesh, *tried):
-                return program, validation, initial, checked
-        checked = checked.with_device(memory=program.need - 1)
+                return program, validation, initial, placement
+        placement = placement.with_device(memory=program.need - 1)
         output.notes(
             console,
             f"{program.need / 1e9:.1f} GB a device were too much to run; taking less at once",
         )
 
 
-def say_fallbacks(
-    recipe: Recipe, program: Program, checked: Preflight, console: Console, hooks: Hooks
-) -> None:
-    """Print how the compiled steps take less memory than the opening says, and which known faults
-    they meet."""
-    if program.parts != checked.placement.parts:
-        fewer = f"{output.by_stage(program.parts)} micro-batches, which fit in memory"
-        output.notes(console, fewer)
-    fallbacks = memory_notes(
-        recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
-    )
-    output.notes(console, *(f"{note}: the same training in less memory" for note in fallbacks))
+def with_less_memory(
+    recipe: Recipe, program: Program, placement: Placement, console: Console, hooks: Hooks
+) -> Placement:
+    """Return ``placement`` with how the compiled steps take less memory than the opening says.
+    Print that, and which known faults they meet."""
+    less = [
+        f"{note}: the same training in less memory"
+        for note in memory_notes(
+            recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
+        )
+    ]
+    if program.parts != placement.parts:
+        less.insert(0, f"{output.by_stage(program.parts)} micro-batches, which fit in memory")
     packed = has_document_masks(recipe)
-    output.notes(console, *hooks.faults(checked.device, packed, program.texts))
+    output.notes(console, *less, *hooks.faults(placement.device, packed, program.texts))
+    return placement.with_device(less=tuple(less))
 
 
 def first_state(

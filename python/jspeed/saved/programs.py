@@ -187,7 +187,8 @@ def surroundings(placement: Placement) -> tuple[Any, ...]:
     device, mesh = placement.device, placement.mesh
     client = mesh.devices.flat[0].client
     settings = [item for item in jax.config.values.items() if not NO_MATTER.fullmatch(item[0])]
-    own = {**vars(device), "custom_kernels": sorted(device.custom_kernels)}
+    found = {"checks": (), "refused": (), "calls": None, "less": ()}  # which change no program
+    own = vars(device) | found | {"custom_kernels": sorted(device.custom_kernels)}
     return (
         placement.layout, placement.micro_batches, own,
         dict(mesh.shape), [each.id for each in mesh.devices.flat], len(client.devices()),

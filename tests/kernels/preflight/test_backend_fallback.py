@@ -52,10 +52,10 @@ def options(tmp_path, monkeypatch):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
     monkeypatch.setattr(checks, "LENGTH", 32)
 
-    def here(mesh, asked, recipe):
+    def here(mesh, asked, *_):
         rest = () if asked else ("xla",)
         return device.Device(
-            "cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=asked is not None
+            "cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=device.Asked(asked)
         )
 
     monkeypatch.setattr(setup, "device_of", here)
@@ -112,5 +112,6 @@ def test_without_a_preflight_the_first_backend_is_taken(options, monkeypatch):
         "own": False,
         "checked": [],
         "refused": [],
+        "why": found["kernels"]["why"],
         "calls": found["kernels"]["calls"],
     }

@@ -21,7 +21,7 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.custom_kernels import Kernel, Refused, Sizes, custom_kernel
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import device
+from jspeed.run.compute import checked, device
 from jspeed.run.find_recipe import find
 
 from ...model import dense
@@ -42,8 +42,9 @@ def said(monkeypatch):
     return Console(file=io.StringIO(), width=400)
 
 
-def on(mesh, ours):
-    return device.Placement(mesh, "zero1", ours)
+def on(mesh, ours, **fields):
+    asked = ours.asked._replace(**fields)
+    return device.Placement(mesh, "zero1", dataclasses.replace(ours, asked=asked))
 
 
 def with_cudnn(fallbacks=("xla",), **rest):
@@ -93,16 +94,16 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(attention_backends, "cudnn", wrong)
     monkeypatch.setattr(checks, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {"FP8": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(), fp8="auto"), said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
     assert reason in line and line.endswith("attention by xla")
-    assert found.record()["refused"] == [
+    assert found.device.record()["refused"] == [
         line.removeprefix("preflight: ").removesuffix("; attention by xla")
     ]
     with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
         preflight.preflight(
-            RECIPE, on(one_device(), with_cudnn((), asked=True)), {"FP8": "auto"}, said
+            RECIPE, on(one_device(), with_cudnn((), asked=device.Asked("cudnn")), fp8="auto"), said
         )
 
 
@@ -115,14 +116,14 @@ def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said
     monkeypatch.setattr(checks, "WINDOW", 30)
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
-    found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
+    found = preflight.preflight(recipe, on(one_device(), ours), said)
     assert found.device.attention == "xla"
-    assert f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
+    assert f"attention {backend}: ValueError: Only interpret mode" in found.device.refused[0]
     interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
     monkeypatch.setattr(attention_backends, backend, interpreted)
-    found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
+    found = preflight.preflight(recipe, on(one_device(), ours), said)
     assert found.device.attention == backend
-    assert found.checks == (f"attention {backend}, packed, heads of 64",)
+    assert found.device.checks == (f"attention {backend}, packed, heads of 64",)
 
 
 def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
@@ -143,13 +144,13 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
     ):
         monkeypatch.setattr(attention_backends, "cudnn", wrong)
         found = preflight.preflight(
-            RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said
+            RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), said
         )
-        assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
-        assert found.refused[0].startswith(f"attention cudnn: {words}")
-    found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), {}, said)
+        assert found.device.checks == ("attention cudnn_lanes, packed, heads of 128",)
+        assert found.device.refused[0].startswith(f"attention cudnn: {words}")
+    found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), said)
     assert found.device.attention == "cudnn"
-    assert found.checks == ("attention cudnn, packed, heads of 128",)
+    assert found.device.checks == ("attention cudnn, packed, heads of 128",)
 
 
 @pytest.mark.parametrize("off", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -164,7 +165,7 @@ def test_tagged_documents_are_checked_where_a_kernel_tags_them(off, said, monkey
     monkeypatch.setattr(checks, "WINDOW", 30)
     monkeypatch.setattr(checks, "custom_kernel_error", lambda kernel: None)
     there = with_cudnn(custom_kernels=frozenset({"XSA", "queries and keys"}))
-    found = preflight.preflight(RECIPE, on(one_device(), there), {"OWN_KERNELS": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), there, custom_kernels="auto"), said)
     kinds = ["packed", "packed, a longest document"]
     names = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "custom kernel XSA"]
     if not off:
@@ -172,7 +173,7 @@ def test_tagged_documents_are_checked_where_a_kernel_tags_them(off, said, monkey
             "custom kernel queries and keys",
             "attention cudnn, packed, documents tagged, heads of 128",
         ]
-    assert found.checks == tuple(names)
+    assert found.device.checks == tuple(names)
     assert found.device.custom_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
     assert (
         "custom kernel queries and keys: the output is off by 1.0" in said.file.getvalue()
@@ -182,24 +183,24 @@ def test_tagged_documents_are_checked_where_a_kernel_tags_them(off, said, monkey
 def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(checks, "attention", refuses)
     with pytest.raises(BadInput, match="no attention backend works .* cudnn: .*; attention x"):
-        preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {}, said)
+        preflight.preflight(RECIPE, on(one_device(), with_cudnn()), said)
 
 
 def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
     native = device.Device("gpu", "xla", "native", 512)
-    found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
-    assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks
+    found = preflight.preflight(RECIPE, on(one_device(), native, fp8="auto"), said)
+    assert found.device.fp8 == "native" and "FP8 matmuls" in found.device.checks
     assert not said.file.getvalue()
     right = fp8.matmul
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
-    found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), native, fp8="auto"), said)
     assert found.device.fp8 == "missing"
     assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
     with pytest.raises(BadInput, match="FP8 is 'on' but the preflight .*: the output is off"):
-        preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "on"}, said)
+        preflight.preflight(RECIPE, on(one_device(), native, fp8="on"), said)
     assert (
-        preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8
+        preflight.preflight(RECIPE, on(one_device(), native, fp8="off"), said).device.fp8
         == "native"
     )
 
@@ -218,8 +219,8 @@ def custom_kernels(monkeypatch):
 
 @pytest.mark.slow
 def test_custom_kernels_fall_to_xla_unless_they_were_asked_for(custom_kernels, said, monkeypatch):
-    found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device == OWN and found.checks[-2:] == (
+    found = preflight.preflight(RECIPE, on(one_device(), OWN, custom_kernels="auto"), said)
+    assert found.device == OWN and found.device.checks[-2:] == (
         "custom kernel XSA",
         "custom kernel pointer",
     )
@@ -227,17 +228,17 @@ def test_custom_kernels_fall_to_xla_unless_they_were_asked_for(custom_kernels, s
     right = pointer_attention.KERNEL.run
     wrong = Kernel(lambda *a: [a_percent_off(x) for x in right(*a)])
     monkeypatch.setattr(pointer_attention, "KERNEL", wrong)
-    found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device.custom_kernels == {"XSA"} and found.checks[-1] == "custom kernel XSA"
-    assert found.record()["own"]
+    found = preflight.preflight(RECIPE, on(one_device(), OWN, custom_kernels="auto"), said)
+    assert found.device.custom_kernels == {"XSA"} and found.device.checks[-1] == "custom kernel XSA"
+    assert found.device.record()["own"]
     [line] = said.file.getvalue().splitlines()
     assert "custom kernel pointer: shares, result 1, is off by " in line
     assert line.endswith("attention by xla; XLA's instead of custom kernel pointer")
     with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* pointer: shares"):
-        preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
+        preflight.preflight(RECIPE, on(one_device(), OWN, custom_kernels="on"), said)
     assert (
-        preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks
-        == found.checks[:-1]
+        preflight.preflight(RECIPE, on(one_device(), OWN, custom_kernels="off"), said).checks
+        == found.device.checks[:-1]
     )
 
 
@@ -247,20 +248,22 @@ def test_a_step_that_custom_kernels_do_not_fit_does_without(said):
             raise Refused("pointer kernel: width must be 16, 32, 64 or 128")
         return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
-    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "custom kernel XSA"))
-    _, found = preflight.compile_or_fall_back(RECIPE, start, {}, said, build)
-    assert not found.device.custom_kernels and found.checks == ("attention xla",)
+    start = dataclasses.replace(OWN, checks=("attention xla", "custom kernel XSA"))
+    _, found = preflight.compile_or_fall_back(RECIPE, on(one_device(), start), said, build)
+    assert not found.device.custom_kernels and found.device.checks == ("attention xla",)
     assert "cannot be compiled with them (pointer kernel: width" in said.file.getvalue()
     with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but .* compiled .*: width"):
-        preflight.compile_or_fall_back(RECIPE, start, {"OWN_KERNELS": "on"}, said, build)
+        preflight.compile_or_fall_back(
+            RECIPE, on(one_device(), start, custom_kernels="on"), said, build
+        )
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
     monkeypatch.setattr(checks, "attention", refuses)
     mesh = one_device()
-    assert preflight.preflight(
-        RECIPE, on(mesh, device.device_of(mesh)), {"FP8": "auto"}, said
-    ) == preflight.Preflight(on(mesh, device.device_of(mesh)))
+    assert preflight.preflight(RECIPE, on(mesh, device.device_of(mesh), fp8="auto"), said) == on(
+        mesh, device.device_of(mesh), fp8="auto"
+    )
 
 
 def test_checks_are_made_in_every_run(said, monkeypatch):
@@ -268,9 +271,9 @@ def test_checks_are_made_in_every_run(said, monkeypatch):
     monkeypatch.setattr(checks, "collectives_error", lambda mesh: calls.append(1))
     for _ in range(2):
         found = preflight.preflight(
-            RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), {}, said
+            RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), said
         )
-        assert found.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
+        assert found.device.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
     assert len(calls) == 2
 
 
@@ -305,29 +308,26 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
             raise jax.errors.JaxRuntimeError("INTERNAL: no execution plan\nand more")
         return types.SimpleNamespace(attention=placement.device.attention, compiled=())
 
-    start = preflight.Preflight(on(one_device(), with_cudnn()))
-    program, found = preflight.compile_or_fall_back(RECIPE, start, {}, said, build)
+    start = on(one_device(), with_cudnn())
+    program, found = preflight.compile_or_fall_back(RECIPE, start, said, build)
     assert program.attention == found.device.attention == "xla"
     assert "cudnn: the step cannot be compiled with it (INTERNAL" in (said.file.getvalue())
     # The next one is checked as the first one was, unless nothing is (--no-preflight): no test
     # leaves cuDNN's name.
-    assert not found.checks
-    before = preflight.Preflight(
-        on(one_device(), with_cudnn()),
-        ("attention cudnn, packed, heads of 32", "FP8 matmuls"),
-        ("FP8: x",),
-    )
-    _, found = preflight.compile_or_fall_back(RECIPE, before, {}, said, build)
-    assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
-    assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
-    three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("triton", "xla"))))
+    assert not found.device.checks
+    passed = "attention cudnn, packed, heads of 32", "FP8 matmuls"
+    before = start.with_device(checks=passed, refused=("FP8: x",))
+    _, found = preflight.compile_or_fall_back(RECIPE, before, said, build)
+    assert [name.split(",")[0] for name in found.device.checks] == ["attention xla", "FP8 matmuls"]
+    assert [reason[:16] for reason in found.device.refused] == ["FP8: x", "attention cudnn:"]
+    three = before.with_device(fallbacks=("triton", "xla"))
     monkeypatch.setattr(attention_backends, "triton", refuses)
-    _, found = preflight.compile_or_fall_back(RECIPE, three, {}, said, build)
+    _, found = preflight.compile_or_fall_back(RECIPE, three, said, build)
     assert found.device.attention == "xla"
-    assert found.refused[-1].startswith("attention triton: Refused")
-    asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
+    assert found.device.refused[-1].startswith("attention triton: Refused")
+    asked = start.with_device(fallbacks=(), asked=device.Asked("cudnn"))
     with pytest.raises(BadInput, match="--attention cudnn: .* cannot be compiled .* .INTERNAL"):
-        preflight.compile_or_fall_back(RECIPE, asked, {}, said, build)
+        preflight.compile_or_fall_back(RECIPE, asked, said, build)
 
 
 F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}
@@ -338,20 +338,20 @@ NO_F8 = {"__cublas$lt$matmul": 3}
 @pytest.mark.parametrize("field", ["auto", "on", "off", None])
 def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, monkeypatch):
     """Of two programs of a step, one of which may multiply in bf16 what was cast to FP8."""
-    step = jax.jit(jnp.sin).lower(1.0).compile()
-    both, left = types.SimpleNamespace(compiled=[step, step]), list(found)
-    monkeypatch.setattr(preflight, "custom_calls", lambda step: left.pop(0))
-    before = preflight.Preflight(
-        on(one_device(), device.Device("gpu", "cudnn", "native", 512)), ("FP8 matmuls",)
-    )
+    steps = [jax.jit(each).lower(1.0).compile() for each in (jnp.sin, jnp.cos)]
+    both, left = types.SimpleNamespace(compiled=steps), list(found)
+    for module in preflight, checked:
+        monkeypatch.setattr(module, "custom_calls", lambda step: left[both.compiled.index(step)])
+    native = device.Device("gpu", "cudnn", "native", 512, checks=("FP8 matmuls",))
+    before = on(one_device(), native, fp8=field or "")
     lost = NO_F8 in found and field in ("auto", "on")
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
     if lost and field == "on":
-        refused("1 of 2 .* XLA_FLAGS", preflight.count_kernels, both, before, {"FP8": field}, said)
+        refused("1 of 2 .* XLA_FLAGS", preflight.count_kernels, both, before, said)
         return
-    after = preflight.count_kernels(both, before, {"FP8": field}, said)
-    assert after.record()["calls"] == found[-1] and "calls" not in before.record()
-    assert after.record()["fp8"] == ("emulated" if lost else "native")
+    after = preflight.count_kernels(both, before, said)
+    assert after.device.record()["calls"] == found[-1] and "calls" not in before.device.record()
+    assert after.device.record()["fp8"] == ("emulated" if lost else "native")
     line = said.file.getvalue()
     assert (
         line.startswith("note: XLA compiled 1 of 2 training programs without an FP8 matmul")

@@ -59,9 +59,9 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
         setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     )
 
-    def here(mesh, asked, recipe):
+    def here(mesh, asked, *_):
         return device.Device(
-            "cpu", asked or "cudnn", "emulated", 512, fallbacks=("xla",), asked=asked is not None
+            "cpu", asked or "cudnn", "emulated", 512, fallbacks=("xla",), asked=device.Asked(asked)
         )
 
     monkeypatch.setattr(setup, "device_of", here)

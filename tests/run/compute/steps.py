@@ -36,13 +36,13 @@ def start(recipe, mesh, layout="zero1", seed=1):
 def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None, head_chunk=None):
     """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state,
     losses)."""
-    device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
+    state, losses = state or start(recipe, mesh, layout, seed), []
     at_once = [lanes_at_once and int(lanes_at_once * stage.lane_len) for stage in recipe.stages]
     numbers = [
-        micro_batches(recipe, stage, mesh, device, n)
+        micro_batches(recipe, stage, mesh, device_of(mesh, micro_batch=n))
         for stage, n in zip(recipe.stages, at_once, strict=True)
     ]
-    placement = Placement(mesh, layout, device, micro_batches=tuple(numbers))
+    placement = Placement(mesh, layout, device_of(mesh), micro_batches=tuple(numbers))
 
     @functools.cache
     def fit(number, phase):

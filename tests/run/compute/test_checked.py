@@ -9,8 +9,8 @@ from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute.checked import NOBODY, Preflight, unchecked
-from jspeed.run.compute.device import Device, Placement, device_of
+from jspeed.run.compute.checked import NOBODY, unchecked
+from jspeed.run.compute.device import Asked, Device, Placement, device_of
 from jspeed.run.find_recipe import find
 
 RECIPE = find("stdlib", trace=False).recipe
@@ -28,15 +28,18 @@ def said():
 
 def test_a_cpu_lacks_nothing(said):
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-    placement = on(device_of(mesh))
-    assert unchecked(RECIPE, placement, {"FP8": "auto"}, said) == Preflight(placement)
+    placement = on(device_of(mesh, fields={"FP8": "auto"}))
+    assert unchecked(RECIPE, placement, said) is placement
     assert not said.file.getvalue()
 
 
 def test_a_gpu_takes_plain_xla_in_one_line(said):
-    gpu = Device("gpu", "cudnn", "native", 512, fallbacks=("triton", "xla"), custom_kernels=OWN)
-    found = unchecked(RECIPE, on(gpu), {"FP8": "auto", "OWN_KERNELS": "auto"}, said)
-    assert found.record() == {
+    auto = Asked(fp8="auto", custom_kernels="auto")
+    gpu = Device("gpu", "cudnn", "native", 512, fallbacks=("xla",), asked=auto, custom_kernels=OWN)
+    found = unchecked(RECIPE, on(gpu), said).device
+    recorded = found.record()
+    assert all(NOBODY in recorded["why"][name] for name in ("attention", "FP8", "custom kernels"))
+    assert recorded == {
         "attention": "xla",
         "fp8": "missing",
         "own": False,
@@ -44,28 +47,29 @@ def test_a_gpu_takes_plain_xla_in_one_line(said):
         "refused": [
             f"{name}: {NOBODY}" for name in ("attention cudnn", "custom kernels", "FP8 matmuls")
         ],
+        "why": recorded["why"],
     }
-    assert not found.device.fallbacks
+    assert not found.fallbacks
     [line] = said.file.getvalue().splitlines()
     assert line == f"note: without attention cudnn, custom kernels, FP8 matmuls: {NOBODY}"
 
 
 @pytest.mark.parametrize(
-    ("device", "fields", "name"),
+    ("device", "name"),
     [
-        (Device("gpu", "cudnn", "missing", 512, asked=True), {}, "attention cudnn"),
-        (Device("gpu", "xla", "native", 512), {"FP8": "on"}, "FP8 matmuls"),
+        (Device("gpu", "cudnn", "missing", 512, asked=Asked("cudnn")), "attention cudnn"),
+        (Device("gpu", "xla", "native", 512, asked=Asked(fp8="on")), "FP8 matmuls"),
         (
-            Device("gpu", "xla", "missing", 1, custom_kernels=OWN),
-            {"OWN_KERNELS": "on"},
+            Device(
+                "gpu", "xla", "missing", 1, asked=Asked(custom_kernels="on"), custom_kernels=OWN
+            ),
             "custom kernels",
         ),
     ],
 )
-def test_what_was_asked_for_is_refused(device, fields, name, said):
+def test_what_was_asked_for_is_refused(device, name, said):
     with pytest.raises(BadInput, match=f"{name}: .* --no-preflight") as refused:
-        unchecked(RECIPE, on(device), fields, said)
+        unchecked(RECIPE, on(device), said)
     assert "\n" not in str(refused.value)
-    auto = {field: "auto" for field in fields}
-    plain = unchecked(RECIPE, on(dataclasses.replace(device, asked=False)), auto, said)
-    assert plain.refused
+    auto = dataclasses.replace(device, asked=Asked(fp8="auto", custom_kernels="auto"))
+    assert unchecked(RECIPE, on(auto), said).device.refused

@@ -70,7 +70,8 @@ def test_fp8_asked_for_where_it_is_missing():
 def test_refuses_a_batch_that_does_not_divide(devices, micro_batch):
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(devices)
     with pytest.raises(BadInput, match="128 tokens") as error:
-        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), micro_batch)
+        asked = device.device_of(mesh, micro_batch=micro_batch)
+        division.micro_batches(recipe, recipe.stages[0], mesh, asked)
     assert str(micro_batch if micro_batch is not None else devices) in str(error.value)
 
 
@@ -86,7 +87,7 @@ def test_a_device_takes_the_whole_lanes_of_its_micro_batch():
         (16_384, 48, gpu, (2, 4, 8)),
     ):
         stage, wide = Stage(steps=1, lane_len=length), replace(recipe, attention_width=width)
-        assert division.micro_batches(wide, stage, mesh, one, None) == numbers
+        assert division.micro_batches(wide, stage, mesh, one) == numbers
 
 
 def test_a_placement_has_the_micro_batches_of_each_stage():
@@ -95,11 +96,12 @@ def test_a_placement_has_the_micro_batches_of_each_stage():
     stages = stage, replace(stage, lane_len=2 * stage.lane_len)
     two = replace(recipe, stages=stages)
     wide = replace(two, attention_width=1024)
-    assert place(wide, mesh, "zero1", replace(cpu, micro_batch=64)).parts == (2, 4)
-    asked = place(two, mesh, "zero1", cpu, 32)
+    assert place(wide, mesh, "zero1", replace(cpu, at_once=64)).parts == (2, 4)
+    asked = place(two, mesh, "zero1", device.device_of(mesh, micro_batch=32))
     assert asked.micro_batches == ((4,), (8,))
     assert place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
-    refused("--micro-batch 16: .*8 lanes of 32", place, two, mesh, "zero1", cpu, 16)
+    small = device.device_of(mesh, micro_batch=16)
+    refused("--micro-batch 16: .*8 lanes of 32", place, two, mesh, "zero1", small)
     refused("zero2", place, two, mesh, "zero2", cpu)
 
 
@@ -112,10 +114,11 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     large, small = (compiler.memory_needed(step.lower().compile()) for step in steps)
     assert small < large
     tight = replace(cpu, memory=(small + large) // 2)
-    refused("512 .*--micro-batch", program.fit, recipe, place(recipe, mesh, "zero1", tight, 512), 0)
+    asked = place(recipe, mesh, "zero1", replace(tight, asked=device.Asked(None, 512)))
+    refused("512 .*--micro-batch", program.fit, recipe, asked, 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
-    tiny = place(recipe, mesh, "zero1", replace(cpu, memory=1000), 256)
+    tiny = place(recipe, mesh, "zero1", replace(cpu, memory=1000, asked=device.Asked(None, 256)))
     refused("with 256 tokens at once .*; use more or larger", program.fit, recipe, tiny, 0)
 
 
@@ -165,19 +168,57 @@ def test_mesh_fills_minus_one_and_counts_devices():
 
 
 @pytest.mark.parametrize(
-    ("fp8", "asked", "names", "words"),
+    ("fp8", "asked", "value", "why"),
     [
-        ("emulated", None, "xla", "attention backend"),
-        ("emulated", "auto", "xla, FP8 off", "there are no FP8 matmuls here"),
-        ("missing", "auto", "xla, FP8 off", "there are no FP8 matmuls here"),
-        ("native", "off", "xla, FP8 off", "FP8=off"),
-        ("native", "auto", "xla, FP8 native", "on tensor cores"),
-        ("emulated", "on", "xla, FP8 emulated", "no faster"),
+        ("emulated", "auto", "off", "there are no FP8 matmuls here"),
+        ("missing", "auto", "off", "from compute capability 8.9 on, this is 9.0"),
+        ("native", "off", "off", "FP8=off"),
+        ("native", "auto", "native", "on tensor cores"),
+        ("emulated", "on", "emulated", "no faster"),
     ],
 )
-def test_kernels_in_words(fp8, asked, names, words):
-    found = device.kernels_of(device.Device("cpu", "xla", fp8, 512), asked)
-    assert found[0] == names and words in found[1]
+def test_fp8_in_words(fp8, asked, value, why):
+    capability = None if fp8 == "emulated" else (9, 0)
+    given = device.Device("gpu", "xla", fp8, 512, capability=capability)
+    _, found, _ = device.choices(replace(given, asked=device.Asked(fp8=asked)))
+    assert (found.name, found.value) == ("FP8", value) and why in found.why
+    assert len(device.choices(given)) == 2
+
+
+def test_what_was_found_and_asked_is_the_reason():
+    gpu = device.Device("gpu", "triton", "missing", 512, capability=(9, 0), note="a note")
+    asked = device.Asked("triton", 4096, "auto", "auto")
+    refused = tuple(
+        f"{name}: bad" for name in ("attention cudnn", "FP8 matmuls", "custom kernel A")
+    )
+    fallen = replace(gpu, asked=asked._replace(attention=None), refused=refused)
+    whys = [choice.why for choice in device.choices(fallen)]
+    assert whys == [*refused, "--micro-batch"]
+    given = {choice.name: choice for choice in device.choices(replace(gpu, asked=asked))}
+    assert given["attention"].why == "--attention"
+    assert given["custom kernels"].why == "there are none for gpu devices"
+    assert given["micro-batch"].value == "4,096 tokens"
+
+
+@pytest.mark.parametrize(
+    ("attention", "fp8", "capability", "words"),
+    [
+        ("cudnn", "native", (9, 0), ["compute capability 9.0", "on tensor cores"]),
+        ("triton", "missing", (8, 0), ["not yet run", "this is 8.0", "compute capability 8.9"]),
+        ("xla", "missing", (7, 5), ["capability 8.0, this is 7.5", "compute capability 8.9"]),
+    ],
+)
+def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
+    asked = device.Asked(fp8="on")
+    gpu = device.Device("gpu", attention, fp8, 512, capability=capability, asked=asked)
+    said = " ".join(choice.why for choice in device.choices(gpu))
+    assert all(word in said for word in words)
+
+
+def test_a_device_without_kernels_of_its_own_gets_its_note():
+    asked = device.Asked(fp8="on")
+    tpu = device.Device("tpu", "splash", "missing", 512, asked=asked, note="TPU v9: new")
+    assert [choice.why for choice in device.choices(tpu)][:2] == ["TPU v9: new"] * 2
 
 
 def other(platform, **attributes):
@@ -212,7 +253,9 @@ def test_a_tpu_gets_splash_attention_then_xla():
     mesh = V5E
     found = device.device_of(mesh, recipe=find("r29", TOYS["r29"]).recipe)
     assert (found.attention, found.fallbacks, found.fp8) == ("splash", ("xla",), "missing")
-    assert found.note.startswith("TPU v5 lite: splash attention, no FP8") and not found.asked
+    assert (
+        found.note.startswith("TPU v5 lite: splash attention, no FP8") and not found.asked.attention
+    )
     assert device.device_of(mesh, "splash").fallbacks == ()
     assert device.device_of(mesh, "xla").attention == "xla"
     refused("on tpu devices the backends are splash, xla", device.device_of, mesh, "cudnn")
@@ -264,7 +307,7 @@ def test_a_tpu_s_compiler_short_of_memory_is_asked_for_less(monkeypatch):
     monkeypatch.setattr(program, "trace_step", lambda *a: Lowered(parts=a[3]))
     monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tpu), 0)[1] == 4
-    asked = place(recipe, mesh, "zero1", tpu, 128)
+    asked = place(recipe, mesh, "zero1", replace(tpu, asked=device.Asked(None, 128)))
     refused("57.6 GB .* 16.0 GB; .*--micro-batch", program.fit, recipe, asked, 0)
     refused(r"a program needs 57.6 GB of a device", compiler.compiled, Lowered(parts=1), tpu)
     with pytest.raises(jax.errors.JaxRuntimeError):
@@ -272,9 +315,9 @@ def test_a_tpu_s_compiler_short_of_memory_is_asked_for_less(monkeypatch):
 
 
 def test_memory_decides_the_first_micro_batch():
-    assert device.micro_batch_of(None) == device.micro_batch_of(64 * 10**9) == 65_536
-    assert device.micro_batch_of(18 * 10**9) == 20_000  # three quarters of 24 GB
-    assert device.device_of(V5E).micro_batch == 17_777
+    assert device.tokens_at_once(None) == device.tokens_at_once(64 * 10**9) == 65_536
+    assert device.tokens_at_once(18 * 10**9) == 20_000  # three quarters of 24 GB
+    assert device.device_of(V5E).at_once == 17_777
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,11 @@ def test_pieces_and_chunks_are_the_same_training_as_lanes(devices, at_once, head
 
 def test_a_micro_batch_may_be_a_piece():
     recipe, mesh = find("r29", R29).recipe, mesh_of(2)
-    parts = partial(division.micro_batches, recipe, recipe.stages[0], mesh, device.device_of(mesh))
+
+    def parts(tokens):
+        asked = device.device_of(mesh, micro_batch=tokens)
+        return division.micro_batches(recipe, recipe.stages[0], mesh, asked)
+
     assert [parts(n) for n in (8, 32, 128, 256)] == [(64,), (16,), (4,), (2,)]
     refused("need one of 4, 8, 16, 32, 64, 128, 256, 512", parts, 48)
 
@@ -163,7 +167,8 @@ def test_what_fits_is_found_largest_first():
     assert needs == sorted(needs, reverse=True)
     tight = dataclasses.replace(cpu, memory=(needs[1] + needs[2]) // 2)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 4
-    refused("128.*--micro-batch", program.fit, recipe, place(recipe, mesh, "zero1", tight, LANE), 0)
+    asked = dataclasses.replace(tight, asked=device.Asked(None, LANE))
+    refused("128.*--micro-batch", program.fit, recipe, place(recipe, mesh, "zero1", asked), 0)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ seen here, on a small example, and the run takes the next backend. The examples 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +20,14 @@ from jspeed.errors import BadInput, first_line, type_and_line
 from jspeed.kernels.preflight import checks
 from jspeed.model.custom_kernels import Refused
 from jspeed.recipe import Recipe
-from jspeed.run.compute.checked import Build, Preflight
+from jspeed.run.compute.checked import Build, with_calls
 from jspeed.run.compute.device import (
     Device,
     Placement,
     has_bounded_documents,
     has_document_masks,
     head_width,
+    takes,
 )
 from jspeed.run.compute.program import Program
 from jspeed.run.console import waiting
@@ -44,26 +44,23 @@ class Feature(NamedTuple):
     instead: str
 
 
-def preflight(
-    recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console
-) -> Preflight:
-    """Return what of the device works, in the order of its ``attention`` and ``fallbacks``.
+def preflight(recipe: Recipe, placement: Placement, console: Console) -> Placement:
+    """Return ``placement`` with what of its device works, in the order of its ``attention`` and
+    ``fallbacks``.
 
-    Reads FP8 and OWN_KERNELS of the recipe's ``fields``. Where there is nothing to choose between
-    (a CPU), nothing is checked. All processes must call this and agree. Raises :class:`BadInput`
-    when no backend works, when what was asked for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``)
-    does not, or when a collective returns a wrong sum.
+    Where there is nothing to choose between (a CPU), nothing is checked. All processes must call
+    this and agree. Raises :class:`BadInput` when no backend works, when what was asked for
+    (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong
+    sum.
     """
-    mesh, device = placement.mesh, placement.device
-    wanted = {field for field in ("FP8", "OWN_KERNELS") if fields.get(field) in ("auto", "on")}
-    native, own = (
-        device.fp8 == "native" and "FP8" in wanted,
-        device.custom_kernels and "OWN_KERNELS" in wanted,
-    )
+    mesh, device, asked = placement.mesh, placement.device, placement.device.asked
+    of_field = {"FP8": asked.fp8, "OWN_KERNELS": asked.custom_kernels}
+    native = device.fp8 == "native" and takes(asked.fp8)
+    own = device.custom_kernels and takes(asked.custom_kernels)
     if device.platform == "cpu" and device.attention == "xla" and not (native or own):
-        return Preflight(placement)
-    result = working_attention(recipe, Preflight(placement))
-    passed, refused, instead = [*result.checks], [*result.refused], ""
+        return placement
+    result = working_attention(recipe, placement)
+    passed, refused, instead = [*result.device.checks], [*result.device.refused], ""
     for feature in [
         *[fp8_matmuls()] * native,
         *(custom_kernels(recipe, result.device) if own else ()),
@@ -72,7 +69,7 @@ def preflight(
         reason = next((text for text in reasons if text), None)
         if reason is None:
             passed += feature.checks
-        elif fields[feature.field] == "on":
+        elif of_field[feature.field] == "on":
             raise BadInput(
                 f"field {feature.field} is 'on' but the preflight refuses {feature.name}: {reason};"
                 f" set {feature.field}=auto or {feature.field}=off"
@@ -91,7 +88,7 @@ def preflight(
     if refused:
         said = f"preflight: {'; '.join(refused)}; attention by {result.device.attention}{instead}"
         console.print(said, markup=False, soft_wrap=True)
-    return replace(result, checks=tuple(passed), refused=tuple(refused))
+    return result.with_device(checks=tuple(passed), refused=tuple(refused))
 
 
 def fp8_matmuls() -> Feature:
@@ -125,7 +122,7 @@ def _without(kernel: str, device: Device) -> dict[str, Any]:
     return {"custom_kernels": device.custom_kernels - {kernel}}
 
 
-def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
+def working_attention(recipe: Recipe, before: Placement) -> Placement:
     """Return ``before`` with the first of its device's attention backends that computes what it
     should, checked.
 
@@ -134,7 +131,7 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
     width = head_width(recipe) or 128
     packed = has_document_masks(recipe)
     backends: Sequence[str] = (before.device.attention, *before.device.fallbacks)
-    others = tuple(name for name in before.checks if not name.startswith("attention "))
+    others = tuple(name for name in before.device.checks if not name.startswith("attention "))
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
         kinds: dict[str, dict[str, bool]] = {"packed" if packed else "causal": {}}
@@ -147,11 +144,17 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
             check = partial(checks.attention_error, backend, width, packed, **how)
             reason = reason or failure_of(names[-1], check)
         if reason is None:
-            result = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
-            return replace(result, checks=(*names, *others), refused=(*before.refused, *refused))
+            return before.with_device(
+                attention=backend,
+                fallbacks=tuple(backends[used:]),
+                checks=(*names, *others),
+                refused=(*before.device.refused, *refused),
+            )
         refused.append(f"attention {backend}: {reason}")
     # --attention NAME: reason
-    what = "--" if before.device.asked else "no attention backend works on these devices: "
+    what = (
+        "--" if before.device.asked.attention else "no attention backend works on these devices: "
+    )
     raise BadInput(
         f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention,"
         " or give --no-preflight to run without this check"
@@ -168,25 +171,21 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
 
 
 def compile_or_fall_back(
-    recipe: Recipe,
-    checked: Preflight,
-    fields: Mapping[str, Any],
-    console: Console,
-    build: Build,
-) -> tuple[Program, Preflight]:
+    recipe: Recipe, placement: Placement, console: Console, build: Build
+) -> tuple[Program, Placement]:
     """Make the run's program by ``build``. If that fails at the real shapes, drop custom kernels,
     then try the next backend. What it calls is counted (:func:`count_kernels`).
 
     All processes use the same backend, and none continues before all have compiled: gloo
     collectives time out after 30 s. Raises :class:`BadInput` for a backend or custom kernels that
-    were asked for (by the recipe's ``fields``), and what ``build`` raises.
+    were asked for, and what ``build`` raises.
     """
     while True:
-        device = checked.device
+        device = placement.device
         program, failure, error = None, None, None
         with waiting(console, "compiling"):
             try:
-                program = build(checked.placement)
+                program = build(placement)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.custom_kernels) or out_of_memory(
                     caught
@@ -199,27 +198,24 @@ def compile_or_fall_back(
         )
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
-            return program, count_kernels(program, checked, fields, console)
+            return program, count_kernels(program, placement, console)
         own = bool(device.custom_kernels)
-        check_may_drop(device, fields, reason, error)
+        check_may_drop(device, reason, error)
         refused = (
             f"{'custom kernels' if own else f'attention {device.attention}'}: the step cannot be"
             f" compiled with {'them' if own else 'it'} ({reason})"
         )
-        checked = with_less(recipe, checked, refused)
-        said = "; ".join(checked.refused[checked.refused.index(refused) :])
-        instead = (
-            "XLA's instead of custom kernels" if own else f"attention by {checked.device.attention}"
-        )
+        placement = with_less(recipe, placement, refused)
+        all_refused, attention = placement.device.refused, placement.device.attention
+        said = "; ".join(all_refused[all_refused.index(refused) :])
+        instead = "XLA's instead of custom kernels" if own else f"attention by {attention}"
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
 
-def check_may_drop(
-    device: Device, fields: Mapping[str, Any], reason: str | None, error: Exception | None
-) -> None:
+def check_may_drop(device: Device, reason: str | None, error: Exception | None) -> None:
     """Raise :class:`BadInput`, for a ``reason``, where custom kernels or a backend were asked
     for."""
-    if device.custom_kernels and fields.get("OWN_KERNELS") == "on":
+    if device.custom_kernels and device.asked.custom_kernels == "on":
         raise BadInput(
             "field OWN_KERNELS is 'on' but the step cannot be compiled with custom kernels"
             f" ({reason}); set OWN_KERNELS=auto or OWN_KERNELS=off"
@@ -231,39 +227,35 @@ def check_may_drop(
         ) from error
 
 
-def with_less(recipe: Recipe, checked: Preflight, refused: str) -> Preflight:
-    """Return ``checked`` without custom kernels, or if there are none with the next backend that
+def with_less(recipe: Recipe, placement: Placement, refused: str) -> Placement:
+    """Return ``placement`` without custom kernels, or if there are none with the next backend that
     works; ``refused`` says why."""
-    device, own = checked.device, bool(checked.device.custom_kernels)
+    device, own = placement.device, bool(placement.device.custom_kernels)
     dropped = "custom kernel" if own else f"attention {device.attention}"
-    others = tuple(name for name in checked.checks if not name.startswith(dropped))
     less: dict[str, Any] = {"custom_kernels": frozenset()}
     if not own:
         less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
-    again = checked.checks and not own  # not with --no-preflight
-    checked = replace(
-        checked.with_device(**less), checks=others, refused=(*checked.refused, refused)
+    placement = placement.with_device(
+        checks=tuple(name for name in device.checks if not name.startswith(dropped)),
+        refused=(*device.refused, refused),
+        **less,
     )
-    return working_attention(recipe, checked) if again else checked
+    again = device.checks and not own  # not with --no-preflight
+    return working_attention(recipe, placement) if again else placement
 
 
-def count_kernels(
-    program: Program, checked: Preflight, fields: Mapping[str, Any], console: Console
-) -> Preflight:
-    """Return ``checked`` with what the compiled steps call; say so where FP8 matmuls should be
+def count_kernels(program: Program, placement: Placement, console: Console) -> Placement:
+    """Return ``placement`` with what the compiled steps call; say so where FP8 matmuls should be
     among it and are not.
 
-    Of the recipe's ``fields`` FP8 counts. XLA may multiply in bf16 what was to be multiplied in
-    FP8; the result differs by rounding, so that no check of numbers shows it. Raises
-    :class:`BadInput` then if the field says ``on``.
+    XLA may multiply in bf16 what was to be multiplied in FP8; the result differs by rounding, so
+    that no check of numbers shows it. Raises :class:`BadInput` then if the recipe's FP8 is ``on``.
     """
-    calls, fp8 = [custom_calls(step) for step in program.compiled], fields.get("FP8")
-    if not calls:  # without jit
-        return checked
-    checked = replace(checked, calls=calls[-1])
+    placement, fp8 = with_calls(program, placement), placement.device.asked.fp8
+    calls = [custom_calls(step) for step in program.compiled]  # none without jit
     without = sum(FP8_CALL not in each for each in calls)
-    if checked.device.fp8 != "native" or fp8 not in ("auto", "on") or not without:
-        return checked
+    if placement.device.fp8 != "native" or not takes(fp8) or not without:
+        return placement
     lost = f"XLA compiled {without} of {len(calls)} training programs without an FP8 matmul"
     flags = f"; XLA_FLAGS is {os.environ['XLA_FLAGS']!r}" if os.environ.get("XLA_FLAGS") else ""
     if fp8 == "on":
@@ -271,4 +263,5 @@ def count_kernels(
     console.print(
         f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True
     )
-    return checked.with_device(fp8="emulated")
+    refused = (*placement.device.refused, f"FP8 matmuls: {lost}{flags}")
+    return placement.with_device(fp8="emulated", refused=refused)

@@ -1,12 +1,12 @@
-"""Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for
-hardware."""
+"""Choices that depend on the devices, each with its reason: attention backend, FP8, custom kernels,
+micro-batch. Recipes never ask for hardware."""
 
 import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,7 @@ from jspeed.model import custom_kernels
 from jspeed.model.custom_kernels import Attending, Chip
 from jspeed.recipe import Recipe
 from jspeed.record.provenance import installed_version
+from jspeed.record.schema import Kernels
 
 # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
 USABLE = 0.95
@@ -28,29 +29,73 @@ GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the record
 BYTES_PER_TOKEN = 900_000
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+WHY_ATTENTION = {  # of a GPU, before its compute capability
+    "cudnn": "compute capability ",
+    "triton": "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is ",
+    "xla": "fused kernels need compute capability 8.0, this is ",
+}
+WHY_FP8 = {
+    "native": "on tensor cores, compute capability ",
+    "missing": "tensor cores multiply FP8 from compute capability 8.9 on, this is ",
+    "emulated": "rounded to FP8, multiplied in the compute dtype: to test recipes, no faster",
+}
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
+
+
+class Asked(NamedTuple):
+    """What was asked of the choices: by flags (None: nothing), and by fields of the recipe (empty:
+    it has none)."""
+
+    attention: str | None = None  # --attention
+    micro_batch: int | None = None  # --micro-batch, tokens
+    fp8: str = ""  # FP8: auto, on, off
+    custom_kernels: str = ""  # OWN_KERNELS, likewise
+
+
+class Choice(NamedTuple):
+    """What was chosen, and why, in the words that the console, run.json and doctor print."""
+
+    name: str
+    value: str
+    why: str
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest,
-    in tokens.
+    """What devices of one kind compute with: what they can, as far as it was asked for, was found
+    to work, and fits. :func:`choices` says why.
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none
-    where it was ``asked`` for. ``note`` is what a user should know of a device that is used without
-    kernels of its own. ``custom_kernels``: jspeed's, that may replace parts of the recipe
-    (OWN_KERNELS).
+    where it was asked for.
     """
 
     platform: str
     attention: str
-    fp8: str
-    micro_batch: int
-    memory: int | None = None
+    fp8: str  # native, emulated or missing
+    at_once: int  # tokens that a step is tried with first; fewer where they do not fit
+    memory: int | None = None  # bytes; None: unknown
+    capability: tuple[int, ...] | None = None  # CUDA's, as (9, 0), of NVIDIA GPUs
     fallbacks: tuple[str, ...] = ()
-    asked: bool = False
-    note: str | None = None
-    custom_kernels: frozenset[str] = frozenset()
+    asked: Asked = Asked()
+    note: str | None = None  # of a kind that is not known, and of kernels that this JAX lacks
+    custom_kernels: frozenset[str] = frozenset()  # jspeed's, that may replace parts of the recipe
+    checks: tuple[str, ...] = ()  # names of the preflight's that passed
+    refused: tuple[str, ...] = ()  # "name: reason" of what was found not to work
+    less: tuple[str, ...] = ()  # how steps that are compiled take less memory than was tried first
+    # of kernels that XLA did not make, in the last stage's program; None before it is compiled
+    calls: Mapping[str, int] | None = field(default=None, compare=False)
+
+    def record(self) -> Kernels:
+        """What run.json says of it."""
+        said: Kernels = {
+            "attention": self.attention,
+            "fp8": self.fp8,
+            "own": bool(self.custom_kernels),
+            "checked": list(self.checks),
+            "refused": list(self.refused),
+            "why": {choice.name: choice.why for choice in choices(self)},
+        }
+        return said if self.calls is None else said | {"calls": dict(self.calls)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +114,10 @@ class Placement:
     micro_batches: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
     traces: dict[Any, Any] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
+    def with_device(self, **settings: Any) -> Self:
+        """Return this with other ``settings`` of the device."""
+        return replace(self, device=replace(self.device, **settings))
+
     @property
     def parts(self) -> tuple[int, ...]:
         """The number of micro-batches that each stage is tried with first."""
@@ -80,15 +129,19 @@ def device_of(
     attention: str | None = None,
     memory: int | None = None,
     recipe: Recipe | None = None,
+    fields: Mapping[str, Any] | None = None,
+    micro_batch: int | None = None,
 ) -> Device:
-    """Return what the devices of ``mesh`` can do; ``attention`` overrides the choice of backend.
+    """Return what the devices of ``mesh`` can do, of what is asked for: by ``attention`` and
+    ``micro_batch``, flags of a run, and by the recipe's ``fields``.
 
     ``memory`` is what an absent device has, in bytes. ``recipe`` says whether lanes hold documents
-    to attend within; without one they may. A device that is not known gets what runs everywhere,
-    and a note. Raises :class:`BadInput` for a backend that is unknown, or that these devices do not
-    have.
+    to attend within; without one they may. With ``fields``, there are no custom kernels unless
+    OWN_KERNELS takes them. A device that is not known gets what runs everywhere, and a note. Raises
+    :class:`BadInput` for a backend that is unknown, or that these devices do not have.
     """
-    first = mesh.devices.flat[0]
+    first, own = mesh.devices.flat[0], "OWN_KERNELS"
+    asked = Asked(attention, micro_batch, *((fields or {}).get(each, "") for each in ("FP8", own)))
     chip = chip_of(first)
     known = []
     if first.platform != "cpu":
@@ -100,12 +153,8 @@ def device_of(
             f" {', '.join(known)}{nearest(attention, known)}; give one of these"
         )
     if first.platform == "cpu":
-        return Device(
-            "cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None
-        )
-    # memory_stats works on devices of this process only.
-    own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
-    memory = memory or memory_of(own)
+        return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=asked)
+    memory = memory or memory_of(mesh)
     asks = Attending(True)
     if recipe is not None:
         packed, bounded = has_document_masks(recipe), has_bounded_documents(recipe)
@@ -117,23 +166,57 @@ def device_of(
         platform=first.platform,
         attention=best,
         fp8="native" if (chip.capability or (0, 0)) >= NATIVE_FP8 else "missing",
-        micro_batch=micro_batch_of(memory),
+        at_once=tokens_at_once(memory),
         memory=memory,
+        capability=chip.capability,
         fallbacks=tuple(rest),
-        asked=attention is not None,
+        asked=asked,
         note="; ".join(filter(None, notes)) or None,
-        custom_kernels=there.custom,
+        custom_kernels=(
+            there.custom if fields is None or takes(asked.custom_kernels) else frozenset()
+        ),
     )
 
 
-def with_kernels_asked_for(device: Device, fields: Mapping[str, Any]) -> Device:
-    """Return ``device`` without custom kernels unless OWN_KERNELS among the recipe's ``fields``
-    asks for them."""
-    return (
-        device
-        if fields.get("OWN_KERNELS") in ("auto", "on")
-        else replace(device, custom_kernels=frozenset())
-    )
+def takes(field: str) -> bool:
+    """Whether a recipe whose FP8 or OWN_KERNELS is ``field`` takes what there is."""
+    return field in ("auto", "on")
+
+
+def choices(device: Device) -> list[Choice]:
+    """Return each choice with its reason: attention, FP8 and custom kernels if the recipe has a
+    field for them, and the micro-batch."""
+    asked, own = device.asked, ", ".join(sorted(device.custom_kernels))
+    here = ".".join(map(str, device.capability or ()))
+
+    def why(feature: str, said: str, otherwise: str) -> str:
+        refused = (text for text in device.refused if text.startswith(feature))
+        return said or "; ".join(refused) or otherwise
+
+    kind = device.note or "the only backend on a CPU"
+    if here:
+        kind = WHY_ATTENTION.get(device.attention, WHY_ATTENTION["cudnn"]) + here
+        kind += f"; {device.note}" if device.note else ""
+    said = why("attention", "--attention" if asked.attention else "", kind)
+    found = [Choice("attention", device.attention, said)]
+    if asked.fp8:
+        off = asked.fp8 == "off" or (asked.fp8 == "auto" and device.fp8 != "native")
+        kind = WHY_FP8[device.fp8] + here
+        if off and not here:
+            kind = "FP8=auto, and there are no FP8 matmuls here"
+        elif device.fp8 == "missing" and not here:
+            kind = device.note or kind
+        said = why("FP8", "FP8=off" if asked.fp8 == "off" else "", kind)
+        found.append(Choice("FP8", "off" if off else device.fp8, said))
+    if asked.custom_kernels:
+        kind = f"OWN_KERNELS={asked.custom_kernels}"
+        if not own and asked.custom_kernels != "off":
+            kind = f"there are none for {device.platform} devices"
+        found.append(Choice("custom kernels", own or "none", why("custom kernel", "", kind)))
+    said = "to begin with; fewer where they do not fit, and on a CPU a small batch whole"
+    said = "--micro-batch" if asked.micro_batch else said
+    tokens = asked.micro_batch or device.at_once
+    return [*found, Choice("micro-batch", f"{tokens:,} tokens", "; ".join((said, *device.less)))]
 
 
 def has_document_masks(recipe: Recipe) -> bool:
@@ -184,7 +267,7 @@ def platform_problem(used: str) -> str | None:
     )
 
 
-def micro_batch_of(memory: int | None) -> int:
+def tokens_at_once(memory: int | None) -> int:
     """Tokens to begin with on a device of ``memory`` bytes: what it holds, at most GPU_MICRO_BATCH.
 
     Whether they fit is seen when the step is compiled; a start near the answer saves compilations
@@ -197,33 +280,18 @@ def micro_batch_of(memory: int | None) -> int:
     )
 
 
-def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
-    """Return (names, explanation) of what computes attention, with a recipe's FP8 field ``fp8`` FP8
-    matmuls, and what has custom kernels."""
-    names, words = [device.attention], ["attention backend"]
-    if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
-        names.append("FP8 off")
-        why = "FP8=off" if fp8 == "off" else "FP8=auto, and there are no FP8 matmuls here"
-        words.append(f"matmuls in the compute dtype ({why})")
-    elif fp8 is not None:
-        names.append(f"FP8 {device.fp8}")
-        emulated = "rounded to FP8, multiplied in the compute dtype: no faster"
-        words.append(f"FP8 matmuls, {'on tensor cores' if device.fp8 == 'native' else emulated}")
-    if device.custom_kernels:
-        names.append("custom kernels")
-        words.append("parts of the recipe in jspeed's custom kernels")
-    return ", ".join(names), "; ".join(words)
-
-
-def memory_of(device: Any) -> int | None:
-    """Bytes that a program may need of ``device``; None where they are not known (CPU, absent
-    devices)."""
+def memory_of(mesh: Mesh) -> int | None:
+    """Bytes that a program may need of a device of ``mesh``; None where they are not known (CPU,
+    absent devices)."""
+    first = mesh.devices.flat[0]
+    # memory_stats works on devices of this process only.
+    own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     try:
-        stats = device.memory_stats()
+        stats = own.memory_stats()
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
     limit = stats.get("bytes_limit") if stats else None
-    return int(USABLE * limit) if limit and device.platform in GPUS else limit
+    return int(USABLE * limit) if limit and own.platform in GPUS else limit
 
 
 def keep_freed_memory() -> None:

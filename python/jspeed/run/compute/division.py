@@ -35,19 +35,14 @@ HEAD_CHUNK = 4096
 TILE = 128  # lengths of sub-lanes are a multiple of it in long lanes whose own length is
 
 
-def place(
-    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_batch: int | None = None
-) -> Placement:
-    """Return the placement of the programs of ``recipe``; ``micro_batch``: tokens that a device
-    takes at once.
+def place(recipe: Recipe, mesh: Mesh, layout: str, device: Device) -> Placement:
+    """Return the placement of the programs of ``recipe``.
 
     Raises :class:`BadInput` for a layout that the mesh does not fit, and a batch or micro-batch
     that does not divide.
     """
     check_layout(layout, mesh, recipe)
-    numbers = tuple(
-        micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages
-    )
+    numbers = tuple(micro_batches(recipe, stage, mesh, device) for stage in recipe.stages)
     return Placement(mesh, layout, device, micro_batches=numbers)
 
 
@@ -78,22 +73,20 @@ def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
     return whole + [lanes * sub_lanes for sub_lanes in numbers_of_sub_lanes(recipe, stage)]
 
 
-def micro_batches(
-    recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None
-) -> tuple[int, ...]:
+def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device) -> tuple[int, ...]:
     """Return the numbers of micro-batches of a device that a step is tried with, fewest first.
 
-    With ``micro_batch``, the tokens that a device takes at once, it is one number. Without, a
-    device first takes as many whole lanes as ``device.micro_batch`` tokens hold, with at least one
+    Where a micro-batch was asked for, it is one number. Else a
+    device first takes as many whole lanes as ``device.at_once`` tokens hold, with at least one
     micro-batch per pipeline stage; a CPU takes a small batch whole. Raises :class:`BadInput` with
     the numbers when the batch does not divide.
     """
     choices = divisions(recipe, stage, mesh)
     lanes = lanes_of_device(recipe, stage, mesh)
-    own = lanes * stage.lane_len
+    own, micro_batch = lanes * stage.lane_len, device.asked.micro_batch
     if micro_batch is None:
         narrow = device.platform == "cpu" and own * recipe.attention_width <= CPU_STEP
-        at_once = max(device.micro_batch, own) if narrow else device.micro_batch
+        at_once = max(device.at_once, own) if narrow else device.at_once
         most = max(1, min(lanes // mesh.shape.get("pipe", 1), at_once // stage.lane_len))
         return tuple(parts for parts in choices if lanes // parts <= most)
     if micro_batch < 1 or own % micro_batch or own // micro_batch not in choices:
