@@ -166,7 +166,7 @@ def test_only_the_clock_reads_time(path: Path):
 
 MOVING = {  # API that JAX or Orbax may change in any release: where it is used
     "jax._src": {"base/jax_versions.py", "cli/main.py"},  # the latter names a logger
-    "jax.experimental": {"base/jax_versions.py", "kernels/", "plan/target.py", "run/export.py"},
+    "jax.experimental": {"base/jax_versions.py", "kernels/", "plan/target.py"},
     "jax.extend": {
         "base/jax_versions.py",
         "kernels/",

@@ -65,6 +65,10 @@ def test_seconds_of_a_step_by_hand(monkeypatch):
     # eight devices have a link each
     eight = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host, 8, 0.120)
     assert eight["copied_ms"] == pytest.approx(25.17 / 8, abs=0.01)
+    # and are of two hosts, each of which has half of the work
+    two = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host._replace(nodes=2), 8, 0.120)
+    assert two["copied_ms"] == pytest.approx(25.17 / 8, abs=0.01)
+    assert two["gather_ms"] == pytest.approx(100.66 / 2, abs=0.01)
 
 
 def test_updates_come_as_often_as_the_stage_says():
@@ -82,11 +86,12 @@ def test_updates_come_as_often_as_the_stage_says():
 
 def test_the_host_of_a_target_and_what_is_asked_of_it():
     usual = cost.host_of(ONE)
-    assert usual == (26, 242e9, 50e9)
-    assert cost.host_of(ONE, "cores=16,memory=128") == (16, 128e9, 50e9)
-    assert cost.host_of(parse_target("h100x8")) == (208, 1936e9, 50e9)  # of all eight
+    assert usual == (26, 242e9, 50e9, 1)
+    assert cost.host_of(ONE, "cores=16,memory=128") == (16, 128e9, 50e9, 1)
+    assert cost.host_of(parse_target("h100x8")) == (208, 1936e9, 50e9, 1)  # of all eight
+    assert cost.host_of(parse_target("h100x8x2")) == (208, 1936e9, 50e9, 2)
     assert cost.host_of(parse_target("v6ex8")) is None
-    assert cost.host_of(parse_target("v6ex8"), "cores=8,memory=64,link=10") == (8, 64e9, 10e9)
+    assert cost.host_of(parse_target("v6ex8"), "cores=8,memory=64,link=10") == (8, 64e9, 10e9, 1)
 
 
 @pytest.mark.parametrize(

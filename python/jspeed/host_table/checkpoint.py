@@ -6,7 +6,7 @@ A table may be larger than what memory has left, so never more than a piece is c
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ OF_ROWS = {
 OF_UPDATES = {"betas": ("F32", "<f4")}
 
 
-def save(table: RowTable, path: Path) -> None:
+def save(table: RowTable, path: Path, *, begin: int = 0, of: int | None = None) -> None:
     """Write ``table`` to ``path``, which has the old file or the new one, never a part.
+
+    The table may be the rows from ``begin`` on ``of`` a larger one, None: a whole one.
 
     The file holds ``rows`` ``[n]``, ``weights`` ``[n, width]``, ``squares`` and ``updates`` ``[n]``
     of the rows in use, in the order in which they came. It holds ``betas`` ``[updates]`` too.
@@ -42,7 +44,8 @@ def save(table: RowTable, path: Path) -> None:
     shapes = {name: [used] for name in OF_ROWS}
     shapes |= {"weights": [used, table.width], "betas": [updates]}
     digests = {name: hashlib.sha256() for name in shapes}
-    metadata = {"num_rows": str(table.num_rows), "capacity": str(table.capacity)}
+    metadata = {"num_rows": str(of or table.num_rows), "capacity": str(table.capacity)}
+    metadata |= {"share": str(table.num_rows)}
     metadata |= {f"sha256 of {name}": each.hexdigest() for name, each in digests.items()}
     starts = _offsets(shapes, len(_header(shapes, metadata)))
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
@@ -58,6 +61,8 @@ def save(table: RowTable, path: Path) -> None:
             part = table.read(first, count)
             for name in OF_ROWS:
                 values = getattr(part, name)
+                if name == "rows":
+                    values = values + np.uint32(begin)
                 write(name, at[name], values)
                 at[name] += values.nbytes
         write("betas", 0, table.betas)
@@ -82,40 +87,74 @@ def load(path: Path, *, capacity: int | None = None, threads: int | None = None)
     """
     try:
         with open(path, "rb") as file:
-            shapes, metadata, begin = _read_header(file, path)
-            used, width = shapes["weights"]
-            starts = _offsets(shapes, begin)
-            digests = {name: hashlib.sha256() for name in shapes}
-
-            def read(name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
-                dtype = np.dtype((OF_ROWS | OF_UPDATES)[name][1])
-                file.seek(starts[name] + first * dtype.itemsize)
-                values = np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
-                digests[name].update(values.view(np.uint8).reshape(-1).data)
-                return values
-
-            table = RowTable(
-                int(metadata["num_rows"]),
-                width,
-                capacity=capacity or int(metadata["capacity"]),
-                threads=threads,
-            )
-            table.resume(read("betas", 0, tuple(shapes["betas"])))
-            for first, count in _pieces(used, width):
-                weights = read("weights", first * width, (count, width)).view(ml_dtypes.bfloat16)
-                rows, squares, updates = (
-                    read(name, first, (count,)) for name in ("rows", "squares", "updates")
-                )
-                table.append(rows, weights, squares, updates)
+            shapes, metadata, _ = _read_header(file, path)
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); name a saved table") from None
+        raise _unreadable(path, error) from None
+    table = RowTable(
+        int(metadata["num_rows"]),
+        shapes["weights"][1],
+        capacity=capacity or int(metadata["capacity"]),
+        threads=threads,
+    )
+    load_share(table, [path])
+    return table
+
+
+def load_share(table: RowTable, paths: Sequence[Path], *, begin: int = 0) -> None:
+    """Fill a new ``table``, the rows from ``begin`` on of a larger one, with those of them that
+    ``paths`` hold: the shares of all processes. Raises :class:`BadInput` as :func:`load`, and where
+    a share is missing."""
+    rows, there = 0, 0
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                metadata = _fill(table, path, file, begin, first=path == paths[0])
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        rows, there = int(metadata["num_rows"]), there + int(metadata["share"])
+    if there < rows:
+        raise BadInput(
+            f"{paths[0].parent} has {there} of the {rows} rows of a table, whose other rows other"
+            " processes have saved; put their files beside it"
+        )
+
+
+def _fill(table: RowTable, path: Path, file: Any, begin: int, first: bool) -> dict[str, str]:
+    """Put what the file at ``path`` has of ``table``, and if it is the ``first`` the betas of all
+    updates, into it. Returns its metadata."""
+    shapes, metadata, first_byte = _read_header(file, path)
+    used, width = shapes["weights"]
+    starts = _offsets(shapes, first_byte)
+    digests = {name: hashlib.sha256() for name in shapes}
+
+    def read(name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        dtype = np.dtype((OF_ROWS | OF_UPDATES)[name][1])
+        file.seek(starts[name] + first * dtype.itemsize)
+        values = np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
+        digests[name].update(values.view(np.uint8).reshape(-1).data)
+        return values
+
+    betas = read("betas", 0, tuple(shapes["betas"]))
+    if first:
+        table.resume(betas)
+    for at, count in _pieces(used, width):
+        weights = read("weights", at * width, (count, width)).view(ml_dtypes.bfloat16)
+        rows, squares, updates = (
+            read(name, at, (count,)) for name in ("rows", "squares", "updates")
+        )
+        own = (rows >= begin) & (rows - begin < table.num_rows)
+        table.append(rows[own] - np.uint32(begin), weights[own], squares[own], updates[own])
     for name, digest in digests.items():
         if digest.hexdigest() != metadata[f"sha256 of {name}"]:
             raise BadInput(
                 f"{path} was changed after it was saved: the hash of its {name} is another one; go"
                 " back to an earlier checkpoint"
             )
-    return table
+    return metadata
+
+
+def _unreadable(path: Path, error: OSError) -> BadInput:
+    return BadInput(f"{path} cannot be read ({error.strerror}); name a saved table")
 
 
 def _pieces(used: int, width: int) -> Iterator[tuple[int, int]]:

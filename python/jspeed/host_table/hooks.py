@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
+from jax.sharding import Mesh
+
 from jspeed.recipe import Recipe
 from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.hooks import Hooks
 
 
-def tables(recipe: Recipe) -> HostTables:
-    """Make the tables of ``recipe.on_host``."""
+def tables(recipe: Recipe, mesh: Mesh) -> HostTables:
+    """Make the tables of ``recipe.on_host``, or this process's share of them, for ``mesh``."""
     from jspeed.host_table.in_run import TablesOfRun
 
-    return TablesOfRun(recipe)
+    return TablesOfRun(recipe, mesh)
 
 
 def add(hooks: Hooks) -> Hooks:

@@ -7,7 +7,8 @@ earlier ones named are updated. The step after it waits for its gradients, and f
 rows that both name. The others are updated while it is computed.
 
 Rows and gradients lie in memory that devices copy from and to by themselves
-(:mod:`jspeed.host_table.pinned`).
+(:mod:`jspeed.host_table.pinned`). Each of several processes does all this for its share of the rows
+(:mod:`jspeed.host_table.shares`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,28 +26,29 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jspeed._dataloader import RowTable
+from jspeed.base import processes
 from jspeed.base.beside import split
+from jspeed.base.cores import cores
 from jspeed.errors import BadInput
-from jspeed.host_table.checkpoint import load, save
+from jspeed.host_table.checkpoint import load_share, save
 from jspeed.host_table.pinned import Buffer, fetched, to_host
-from jspeed.parallel.mesh import batch_rows, put_rows
+from jspeed.host_table.shares import LEFT_OUT, Share, neighbours, share_of
+from jspeed.parallel.mesh import batch_rows, put_rows, whole
 from jspeed.recipe import ParamSpec, Recipe, Stage
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import cut, sub_lanes_of
-from jspeed.run.compute.host_tables import BUFFERS, SHARES, Rows, file_of
+from jspeed.run.compute.host_tables import BUFFERS, SHARES, Asked, Rows, file_of, files_of
 from jspeed.run.compute.program import Program, eval_parts
 
-Found = dict[str, NDArray[np.int32]]  # rows that tokens name in each table, [B, ids]
-
-LEFT_OUT = -1  # of an update
+Found = dict[str, NDArray[np.int32]]  # rows of each table, [B, ids] or those of Share.asked
 
 
 class Pending(NamedTuple):
     """A step whose gradients of a table wait for its update."""
 
-    rows: NDArray[np.int32]  # [B x ids]
-    gradients: list[NDArray[Any]]  # [B, ids, D], in parts
+    rows: NDArray[np.int32]  # of Found, in one list
+    gradients: list[NDArray[Any]]  # in the same order, in parts
     loss: jax.Array
 
 
@@ -57,9 +59,10 @@ class TablesOfRun:
     bf16.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._specs = recipe.on_host
-        self._tables = {path: make(path, spec) for path, spec in self._specs.items()}
+    def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
+        self._specs, self._mesh = recipe.on_host, mesh
+        self._share, self._beside = share_of(mesh), neighbours()
+        self._tables = {path: self._make(path) for path in self._specs}
         self._names = {path: jax.jit(recipe.named_rows[path]) for path in self._specs}
         self._rates = rates(recipe)
         self._pending: dict[str, list[Pending]] = {path: [] for path in self._specs}
@@ -105,12 +108,17 @@ class TablesOfRun:
     def rows(self, tokens_BT: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return the rows that inputs name in each table, bf16 ``[B, ids, D]``."""
         self.wait()
+        found = {}
         with jax.transfer_guard("allow"):
-            named = self._named(tokens_BT)
-        return {
-            path: self._tables[path].gather(rows.reshape(-1)).reshape(*rows.shape, -1)
-            for path, rows in named.items()
-        }
+            for path, rows in self._named(tokens_BT).items():
+                table, own = self._tables[path], self._share.own(self._specs[path], rows)
+                # zeros but of one device of the process that has a row
+                places = np.zeros(
+                    (self._share.devices, *rows.shape, table.width), ml_dtypes.bfloat16
+                )
+                table.gather(own.reshape(-1), places[0].reshape(-1, table.width))
+                found[path] = np.sum(self._of_all(places), axis=0)
+        return found
 
     def wait(self) -> None:
         """Wait until the gradients of all steps have come back, and the updates are made.
@@ -122,16 +130,20 @@ class TablesOfRun:
         self._finish()
 
     def save(self, folder: Path) -> None:
-        """Write each table into ``folder``; between two updates, where no gradients wait."""
+        """Write this process's share of each table into ``folder``; between two updates, where no
+        gradients wait."""
         self.wait()
         for path, table in self._tables.items():
-            save(table, file_of(folder, path))
+            spec, file = self._specs[path], file_of(folder, path, processes.index())
+            save(table, file, begin=self._share.begin(spec), of=spec.shape[0])
 
     def load(self, folder: Path) -> None:
-        """Put the tables that were saved into ``folder`` in the place of these."""
+        """Put the tables that were saved into ``folder``, by any number of processes, in the place
+        of these."""
         self._begin()
         for path, table in self._tables.items():
-            self._tables[path] = load(file_of(folder, path), capacity=table.capacity)
+            files = files_of(folder, path) or [file_of(folder, path)]
+            load_share(table, files, begin=self._share.begin(self._specs[path]))
 
     def whole(self) -> dict[str, NDArray[Any]]:
         """Return every row of each table, bf16 ``[V, D]``."""
@@ -139,9 +151,21 @@ class TablesOfRun:
         found = {}
         for path, table in self._tables.items():
             part = table.read(0, table.used)
-            found[path] = np.zeros((table.num_rows, table.width), ml_dtypes.bfloat16)
-            found[path][part.rows] = part.weights
+            own = np.zeros((table.num_rows, table.width), ml_dtypes.bfloat16)
+            own[part.rows] = part.weights
+            with jax.transfer_guard("allow"):
+                found[path] = self._of_all(own)[: self._specs[path].shape[0]]
         return found
+
+    def _of_all(self, own: NDArray[Any]) -> NDArray[Any]:
+        """Return the rows of all processes, of which this one has its ``own``, as many for each
+        device."""
+        if self._share.owners == 1:
+            return own
+        return whole(put_rows(own, batch_rows(self._mesh)))
+
+    def _make(self, path: str) -> RowTable:
+        return make(path, self._specs[path], self._share, self._beside)
 
     def _begin(self) -> None:
         """Begin with tables of zeros."""
@@ -149,18 +173,18 @@ class TablesOfRun:
         for path, table in self._tables.items():
             self._pending[path] = []
             if table.updates:
-                self._tables[path] = make(path, self._specs[path])
+                self._tables[path] = self._make(path)
 
     def _step(
         self, mesh: Mesh, step: Any, inputs: Callable[[Any], NDArray[Any]], due: int
     ) -> Callable[..., Any]:
         updated = tuple(path for path, spec in self._specs.items() if due % spec.every == 0)
 
-        def call(state: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        def call(state: Any, tokens: NDArray[Any]) -> tuple[Any, dict[str, jax.Array]]:
             with jax.transfer_guard("allow"):
-                found = self._named(inputs(tokens))
-                given = self._gather(found, mesh)
-            state, metrics = step(state, tokens, given)
+                placed = put_rows(self._share.lanes(tokens), batch_rows(mesh))
+                found, given = self._given(self._named(inputs(tokens)), mesh)
+            state, metrics = step(state, placed, given)
             with jax.transfer_guard("allow"):
                 gradients = {path: to_host(its) for path, its in metrics.pop("rows").items()}
             if updated:
@@ -186,12 +210,12 @@ class TablesOfRun:
         self.wait()
         found: list[Any] = []
         with jax.transfer_guard("allow"):
-            arrays = np.asarray(rows), np.asarray(targets)
+            arrays = whole(rows), whole(targets)
             for first in range(0, len(arrays[0]), at_once):
                 part = [array[first : first + at_once] for array in arrays]
                 named = self._named(split(recipe.beside, part[0])[0][:, :-1])
-                placed = (put_rows(array, batch_rows(mesh)) for array in part)
-                found.append(run(params, *placed, impossible, self._gather(named, mesh)))
+                placed = (put_rows(self._share.lanes(array), batch_rows(mesh)) for array in part)
+                found.append(run(params, *placed, impossible, self._given(named, mesh)[1]))
                 if len(found) > 1:  # one is in flight while the next rows are gathered
                     found[-2] = np.asarray(found[-2])
             return np.concatenate([np.asarray(each) for each in found])
@@ -203,8 +227,19 @@ class TablesOfRun:
                 path: np.asarray(names(tokens_BT), np.int32) for path, names in self._names.items()
             }
 
+    def _given(self, named: Found, mesh: Mesh) -> tuple[Found, Rows]:
+        """Return which rows this process gives its devices as tokens have ``named`` some,
+        ``[B, ids]``, and what the program is given."""
+        share = self._share
+        found = {path: share.asked(self._specs[path], rows) for path, rows in named.items()}
+        given = self._gather(found, mesh)
+        if share.owners == 1:
+            return found, given
+        ids = {path: put_rows(share.lanes(rows), batch_rows(mesh)) for path, rows in named.items()}
+        return found, {path: Asked(ids[path], given[path]) for path in given}
+
     def _gather(self, found: Found, mesh: Mesh) -> dict[str, jax.Array]:
-        """Put the rows ``found`` in each table on the devices, ``[B, ids, D]``."""
+        """Put the rows ``found`` in each table on the devices, in their places."""
         buffers = {path: self._buffer(path, rows_BI.shape, mesh) for path, rows_BI in found.items()}
         again = {path: named_in(found[path], rows) for path, rows in self._later.items()}
         for update in (self._ended, self._begun):
@@ -222,9 +257,10 @@ class TablesOfRun:
         return {path: buffer.put() for path, buffer in buffers.items()}
 
     def _buffer(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> Buffer:
-        """Return one that no program reads, for rows ``[B, ids]`` of a table."""
+        """Return one that no program reads, for rows of a table in this shape."""
         if (path, shape) not in self._buffers:
-            whole = (*shape, self._tables[path].width)
+            devices, owners = self._share.devices, self._share.owners
+            whole = (shape[0] // devices * owners, *shape[1:], self._tables[path].width)
             fresh = [Buffer(whole, batch_rows(mesh)) for _ in range(BUFFERS)]
             self._buffers[path, shape] = cycle(fresh)
         return next(self._buffers[path, shape])
@@ -294,34 +330,42 @@ def named_in(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
     return np.isin(rows, others, kind="table")
 
 
-def make(path: str, spec: ParamSpec) -> RowTable:
-    """Make a table of zeros with room for all of its rows, or as many as memory has left."""
-    rows, width = spec.shape
+def make(path: str, spec: ParamSpec, share: Share, beside: int) -> RowTable:
+    """Make a process's ``share`` of a table, of zeros, with room for all of its rows or as many as
+    memory has left.
+
+    ``beside``: processes that make one of this machine's memory.
+    """
+    rows, width = share.rows(spec), spec.shape[1]
     if np.dtype(spec.dtype) != ml_dtypes.bfloat16:
         raise BadInput(
             f"--table host: {path} is of {np.dtype(spec.dtype)} and a table in the host's memory is"
             " of bfloat16; --set COMPUTE=bfloat16, or use --table device"
         )
-    for share in SHARES:
+    threads = max(1, cores() // beside)
+    for part in SHARES:
+        room = max(1, int(part * rows))
         try:
-            return RowTable(rows, width, capacity=max(1, int(share * rows)))
+            if beside > 1:  # tables of all, which take no memory yet
+                RowTable(beside * rows, width, capacity=beside * room, threads=1)
+            return RowTable(rows, width, capacity=room, threads=threads)
         except BadInput:
-            if share == SHARES[-1]:
+            if part == SHARES[-1]:
                 raise
     raise AssertionError
 
 
 def inputs_of(
     recipe: Recipe, stage: Stage, mesh: Mesh, parts: int
-) -> Callable[[jax.Array], NDArray[Any]]:
+) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """Return what finds the inputs of a batch whose rows are looked up: those of its lanes, or of
     the pieces into which a step over ``parts`` micro-batches cuts them."""
     pieces = sub_lanes_of(recipe, stage, mesh, parts)
     if pieces == 1:
-        return lambda tokens: split(recipe.beside, np.asarray(tokens))[0][:, :-1]
+        return lambda tokens: split(recipe.beside, tokens)[0][:, :-1]
     in_pieces = jax.jit(partial(cut, recipe, stage, pieces))
 
-    def inputs(tokens: jax.Array) -> NDArray[Any]:
+    def inputs(tokens: NDArray[Any]) -> NDArray[Any]:
         with jax.default_device(host_device()):
             return np.asarray(in_pieces(np.asarray(tokens, np.int32))[0])[:, :-1]
 

@@ -20,8 +20,9 @@ PINNED = "pinned_host"  # JAX's name
 class Buffer:
     """Rows for devices, bf16 ``[B, ids, D]``, in memory of the host that is written in place.
 
-    ``parts`` are what each device gets, with the lanes ``B`` that it is of. Nobody may write to
-    them before the program that was given the last :meth:`put` has ended.
+    ``parts`` are what each device of this process gets, with the lanes ``B`` that it is of, counted
+    from the first one of this process. Nobody may write to them before the program that was given
+    the last :meth:`put` has ended.
     """
 
     def __init__(self, shape: tuple[int, ...], sharding: NamedSharding) -> None:
@@ -29,7 +30,14 @@ class Buffer:
         zeros = np.zeros(shape, ml_dtypes.bfloat16)
         self._array = put(zeros, sharding.with_memory_kind(PINNED))
         shards = self._array.addressable_shards
-        self.parts = [(_memory_of(shard.data), shard.index[0]) for shard in shards]
+        starts = [shard.index[0].start or 0 for shard in shards]
+        self.parts = [
+            (
+                _memory_of(shard.data),
+                slice(start - min(starts), start - min(starts) + len(shard.data)),
+            )
+            for start, shard in zip(starts, shards, strict=True)
+        ]
 
     def put(self) -> jax.Array:
         """Begin to copy the rows to the devices."""

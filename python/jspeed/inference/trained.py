@@ -2,7 +2,7 @@
 GPT-2."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -28,7 +28,7 @@ from jspeed.recipe import Recipe, leaves
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.accumulators import by_path, from_paths
 from jspeed.run.compute.device import device_of
-from jspeed.run.compute.host_tables import file_of, tables_on_host
+from jspeed.run.compute.host_tables import files_of, tables_on_host
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.compute.step import to_compute_dtype
 from jspeed.run.export import FILE, LEFT_OUT, STEP, Tensors, gathered
@@ -52,7 +52,7 @@ class Model:
     folder: Path | None = None
     gpt2: bool = False
     trained: tuple[int, int] | None = None
-    tables: Mapping[str, Path] = field(default_factory=dict)
+    tables: Mapping[str, Sequence[Path]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -201,10 +201,11 @@ def undamaged(folder: Path, step: int | None) -> int:
     )
 
 
-def files_of_tables(folder: Path, recipe: Recipe) -> dict[str, Path]:
-    """Return the files in ``folder`` of tables that were in the host's memory, by name."""
+def files_of_tables(folder: Path, recipe: Recipe) -> dict[str, list[Path]]:
+    """Return the files in ``folder`` of tables that were in the host's memory, by name: of each
+    process one."""
     names = [name for name, spec in leaves(recipe.parameters) if spec.sparse_rows]
-    return {name: file for name in names if (file := file_of(folder, name)).is_file()}
+    return {name: files for name in names if (files := files_of(folder, name))}
 
 
 def with_tables(recipe: Recipe, params: Any, folder: Path, mesh: Mesh) -> Any:
@@ -226,7 +227,7 @@ def with_tables(recipe: Recipe, params: Any, folder: Path, mesh: Mesh) -> Any:
                 f"{folder}: its tables of {need / 1e9:,.1f} GB need {each / 1e9:,.1f} GB {what},"
                 f" and there are {limit / 1e9:,.1f}; use more devices (--mesh), or larger ones"
             )
-    tables = hooks().host_tables(moved)
+    tables = hooks().host_tables(moved, mesh)
     tables.load(folder)
     places = by_path(recipe, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[1]["params"])
     placed = {name: put(array, places[name]) for name, array in tables.whole().items()}

@@ -175,6 +175,19 @@ def put_rows(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, local_rows)
 
 
+def whole(array: jax.Array) -> np.ndarray:
+    """Return an array on a mesh, whole, on the host; each of its processes must call this."""
+    if not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
+        everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+        array = jax.jit(_same, out_shardings=everywhere)(array)
+    return np.asarray(jax.device_get(array))
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
 def rows_spec(mesh: Mesh) -> PartitionSpec:
     """The PartitionSpec of an array of rows: its first axis over every axis of ``mesh`` that shards
     rows."""

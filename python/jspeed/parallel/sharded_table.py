@@ -58,9 +58,21 @@ def capacity(ids: int, part: int, owners: int) -> int:
 
 def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[jax.Array, Slots]:
     """Return rows ``[B, T, D]``, and where they came from."""
-    owners, part, tokens = _size(axis), part_VD.shape[0], ids_BT.size
+    slots, fits = requests(ids_BT.reshape(-1), part_VD.shape[0], _size(axis))
+    received_ids = _all_to_all(slots.received_ids, axis)
+    rows = part_VD.at[received_ids].get(mode="fill", fill_value=0)
+    x_ND = delivered(rows, slots, fits, axis)
+    return x_ND.reshape(*ids_BT.shape, -1), slots._replace(received_ids=received_ids)
+
+
+def requests(ids_N: jax.Array, part: int, owners: int) -> tuple[Slots, jax.Array]:
+    """Return where the rows ``ids_N`` will lie, and whether each owner of ``part`` of them has room
+    for those that it is asked for.
+
+    ``received_ids`` are those that this device asks each owner for, in ascending order.
+    """
+    tokens = ids_N.size
     room = capacity(tokens, part, owners)
-    ids_N = ids_BT.reshape(-1)
     order_N = jnp.argsort(ids_N)
     sorted_N = ids_N[order_N]
     # The first of every run of equal ids stands for all of it.
@@ -78,24 +90,31 @@ def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[ja
         - part * jnp.arange(owners)[:, None]
     )
     requested = jnp.where(slots < counts[:, None], requested, part)
-    received_ids = _all_to_all(requested, axis)
-    rows = part_VD.at[received_ids].get(mode="fill", fill_value=0)
-    found = _all_to_all(rows, axis).reshape(owners * room, -1)
-
     owner_N = sorted_N // part
     slot_N = owner_N * room + number_N - starts[owner_N]
     slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
-    x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
     # an unused slot starts where the next owner's do
     numbers = starts[:, None] + jnp.minimum(slots, counts[:, None])
     starts_S = first_N.at[numbers.reshape(-1)].get(mode="fill", fill_value=tokens)
-    return x_BTD.reshape(*ids_BT.shape, -1), Slots(
-        slot_N, order_N, jnp.append(starts_S, tokens), received_ids
-    )
+    found = Slots(slot_N, order_N, jnp.append(starts_S, tokens), requested)
+    return found, jnp.all(counts <= room)
+
+
+def delivered(
+    rows_ORD: jax.Array, slots: Slots, fits: jax.Array, axis: str | tuple[str, ...] | None
+) -> jax.Array:
+    """Send the rows that other devices have asked this one for, and return those that it has asked
+    for itself, ``[N, D]``: NaN unless that ``fits``."""
+    found = _all_to_all(rows_ORD, axis).reshape(-1, rows_ORD.shape[-1])
+    return jnp.where(fits, found[slots.slot_N], jnp.nan).astype(rows_ORD.dtype)
 
 
 def return_gradients(
-    slots: Slots, grad_BTD: jax.Array, dtype: Any, axis: str | None, kernel: Kernel | None = None
+    slots: Slots,
+    grad_BTD: jax.Array,
+    dtype: Any,
+    axis: str | tuple[str, ...] | None,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in
     ``dtype``."""
@@ -134,7 +153,7 @@ def _size(axis: str | None) -> int:
     return 1 if axis is None else jax.lax.axis_size(axis)
 
 
-def _all_to_all(x: jax.Array, axis: str | None) -> jax.Array:
+def _all_to_all(x: jax.Array, axis: str | tuple[str, ...] | None) -> jax.Array:
     """Send slice n of the first dimension to device n."""
     return (
         x if axis is None else jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)

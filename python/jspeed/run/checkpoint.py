@@ -82,7 +82,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, step: int = 0) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
-        self._tables: HostTables | None = None
+        # where each process writes its tables, whose files process 0 then moves to the others
+        self._tables = self._folder / f"tables{UNFINISHED}"
         self.step = step
 
     def __enter__(self) -> "Checkpoints":
@@ -107,7 +108,8 @@ class Checkpoints:
         self, step: int, state: State, record: Checkpoint, tables: HostTables | None = None
     ) -> None:
         """Copy ``state`` to the host and write it in the background, with ``record``; waits for the
-        save before, and with ``tables``, which are not copied, for this one.
+        save before, and for ``tables``, which are written at once. Several processes call this
+        together.
 
         Raises :class:`BadInput` if that one, or this one's beginning, could not be written.
         """
@@ -128,10 +130,11 @@ class Checkpoints:
         )
         with jax.transfer_guard("allow"), self._guarded():
             self._manager.wait_until_finished()
-            self.step, self._tables = step, tables
-            self._manager.save(step, args=args, force=True)
+            self.step = step
             if tables:
-                self._manager.wait_until_finished()
+                self._tables.mkdir(exist_ok=True)
+                tables.save(self._tables)
+            self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole. Raises :class:`BadInput` as :meth:`save`."""
@@ -161,11 +164,13 @@ class Checkpoints:
             ) from error
 
     def _write_hashes(self) -> None:
-        """Write tables and hashes; Orbax calls this on process 0 when all else is written and
-        before it renames the folder."""
+        """Move tables to the rest, and write hashes; Orbax calls this on process 0 when all is
+        written and before it renames the folder."""
         for folder in self._folder.glob(f"{self.step}{UNFINISHED}*"):
-            if self._tables:
-                self._tables.save(folder)
+            if self._tables.is_dir():
+                for file in self._tables.iterdir():
+                    file.rename(folder / file.name)
+                self._tables.rmdir()
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
             write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
 

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
-from jax.experimental import multihost_utils
 
 from jspeed.base.files import atomic_path, open_regular, read_json, sha256_of, what_instead
 from jspeed.errors import BadInput, nearest
 from jspeed.fields import shown
+from jspeed.parallel.mesh import whole
 from jspeed.recipe import ParamSpec, Recipe, leaves, without_sparse
 from jspeed.run.find_recipe import LoadedRecipe
 
@@ -41,15 +40,7 @@ OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onn
 
 def gathered(params: Any) -> Tensors:
     """Return the parameters by name, whole and on the host; every process calls this."""
-    tensors = {}
-    for name, array in leaves(params):
-        whole = (
-            array
-            if array.is_fully_addressable
-            else multihost_utils.process_allgather(array, tiled=True)
-        )
-        tensors[name] = np.asarray(jax.device_get(whole))
-    return tensors
+    return {name: whole(array) for name, array in leaves(params)}
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.errors import BadInput
@@ -37,7 +38,7 @@ def no_vocabulary() -> Sequence[bytes]:
     raise BadInput("jspeed.corpus, which knows it, is not installed; install jspeed whole")
 
 
-def no_host_tables(recipe: Recipe) -> HostTables:
+def no_host_tables(recipe: Recipe, mesh: Mesh) -> HostTables:
     """Raise BadInput: nobody here serves rows from the host's memory."""
     raise BadInput("--table host needs jspeed.host_table, which is not installed; leave it out")
 
@@ -82,8 +83,9 @@ class Hooks:
     ``departures(path, recipe with its fields, manifest)`` says how the run departs from what they
     are for.
 
-    Of tables: ``host_tables(recipe)`` makes those of ``recipe.on_host`` in the host's memory,
-    before anything is compiled. Raises BadInput where they do not fit.
+    Of tables: ``host_tables(recipe, mesh)`` makes those of ``recipe.on_host`` in the host's memory,
+    or this process's share, before anything is compiled. All processes call it together. Raises
+    BadInput where they do not fit.
 
     Of devices: ``preflight(recipe, placement, console)`` returns the placement with what of its
     device works. ``compiled(recipe, that, console, build)`` makes its programs by
@@ -110,7 +112,7 @@ class Hooks:
     gpt2_byte_pairs: Callable[[], Sequence[bytes]] = no_vocabulary
     read_parameters: Callable[[Path, Recipe], Any] = export.read_parameters
     departures: Callable[[Path, LoadedRecipe, Mapping[str, Any]], Iterable[str]] = no_notes
-    host_tables: Callable[[Recipe], HostTables] = no_host_tables
+    host_tables: Callable[[Recipe, Mesh], HostTables] = no_host_tables
     preflight: Callable[[Recipe, Placement, Console], Placement] = checked.unchecked
     compiled: Callable[[Recipe, Placement, Console, Build], tuple[Program, Placement]] = (
         checked.compile_together

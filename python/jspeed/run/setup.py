@@ -124,7 +124,9 @@ def set_up(
     use_compile_cache(planned)
     saves = saves and not planned
     loaded, placement = load_recipe_and_placement(options, hooks)
-    tables = hooks.host_tables(loaded.recipe) if loaded.recipe.on_host else None
+    tables = None
+    if loaded.recipe.on_host:
+        tables = hooks.host_tables(loaded.recipe, placement.mesh)
     first_params = None
     if options.init_from is not None:
         first_params = hooks.read_parameters(options.init_from, loaded.recipe)
@@ -193,7 +195,7 @@ def load_recipe_and_placement(
         return placement
 
     given = options.init_from is not None
-    how = options.table, given, placed, hooks.host_tables
+    how = options.table, given, placed, lambda moved: hooks.host_tables(moved, mesh)
     recipe, placement = host_tables.choose(loaded.recipe, *how)
     return replace(loaded, recipe=recipe), placement
 
@@ -441,9 +443,10 @@ def data_folder(recipe: Recipe, given: Path | None, hooks: Hooks = NO_HOOKS) -> 
 
 
 def open_loader(recipe: Recipe, shards: Shards, seed: int, all_lanes: bool = False) -> TokenLoader:
-    """Open the stream of training batches, this process's lanes or all; it starts to read when one
-    is asked for."""
-    index, count = (0, 1) if all_lanes else (jax.process_index(), jax.process_count())
+    """Open the stream of training batches, this process's lanes or all, as a recipe with a table on
+    the host always has; it starts to read when one is asked for."""
+    every = all_lanes or recipe.on_host
+    index, count = (0, 1) if every else (jax.process_index(), jax.process_count())
     block = recipe.data.shuffle_block
     shuffle = Shuffle(seed, block) if block else None
     if recipe.data.windows == "random":
@@ -469,5 +472,7 @@ def open_stream(recipe: Recipe, shards: Shards, seed: int, steps: int | None) ->
         return open_loader(recipe, shards, seed)
     own = recipe.lanes // jax.process_count()
     lanes = slice(own * jax.process_index(), own * (jax.process_index() + 1))
+    if recipe.on_host:
+        lanes = slice(0, recipe.lanes)
     every = open_loader(recipe, shards, seed, all_lanes=True)
     return recipe.beside.open(every, recipe, steps, lanes)

@@ -224,7 +224,9 @@ def feed(
     # Tokens as stored, and what is beside them: the device derives inputs, targets and documents
     # from them.
     tokens = batch.tokens.astype(setup.recipe.data.dtype, copy=False)
-    found = execute(state, put_rows(tokens, batch_rows(setup.placement.mesh)))
+    if not setup.program.calls:  # which take the lanes of all processes
+        tokens = put_rows(tokens, batch_rows(setup.placement.mesh))
+    found = execute(state, tokens)
     history.data_wait_seconds += loaded - before
     history.dispatch_seconds += now() - loaded
     history.fed(batch.tokens)

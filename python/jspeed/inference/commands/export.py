@@ -2,6 +2,7 @@
 a GPT-2."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,7 @@ def export(
         else:
             absent = {LEFT_OUT: ", ".join(loaded.tables)} if loaded.tables else {}
             save(folder / FILE, tensors, own_metadata(loaded.found, **absent))
-            for file in loaded.tables.values() if table else ():
+            for file in chain.from_iterable(loaded.tables.values()) if table else ():
                 shutil.copyfile(file, folder / file.name)
             write_whole(folder / "recipe.py", loaded.found.source)
             config = {"model_type": "jspeed"} | config

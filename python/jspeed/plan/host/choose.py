@@ -33,8 +33,6 @@ def choose(
     recipe, placement = loaded.recipe, placed(loaded.recipe)
     host = host_of(cluster, asked)
     why_not = problem(recipe, given=False)
-    if cluster.nodes > 1:
-        why_not = f"one process serves all rows, and {cluster.name} has {cluster.nodes} nodes"
     if table == "host" and not host:
         why_not = why_not or f"nothing is known of the host of {cluster.target.name}; give --host"
     if table == "host" and why_not:
@@ -64,9 +62,9 @@ def refusal(recipe: Recipe, placement: TargetPlacement, fields: Mapping[str, Any
 
 def share_of(recipe: Recipe, host: Host, changed: Mapping[str, int] | None = None) -> float | None:
     """Return the share of the rows of each table, as many as it has or as ``changed`` says, for
-    which the host has memory; None for less than half."""
+    which a host has memory; None for less than half."""
     sizes = {path: spec.shape[0] for path, spec in recipe.on_host.items()} | dict(changed or {})
-    left = host.memory_bytes - buffer_bytes(recipe)
+    left = host.nodes * host.memory_bytes - buffer_bytes(recipe)
     whole = sum(size * row_bytes(recipe.on_host[path]) for path, size in sizes.items())
     return next((share for share in SHARES if share * whole <= left), None)
 
@@ -86,10 +84,12 @@ def check_fits(recipe: Recipe, host: Host, fields: Mapping[str, Any], error: str
         if share_of(recipe, host, {largest: rows}) == 1:
             less += f", or --set {field}={rows}, which is another model"
             break
-    half = table_bytes(tables[largest]) / 2
+    half, buffers = (
+        size / host.nodes / 1e9 for size in (table_bytes(tables[largest]) / 2, buffer_bytes(recipe))
+    )
     raise BadInput(
         f"{error}; nor do its tables fit the host: half of the rows of {largest} take"
-        f" {half / 1e9:.1f} GB beside {buffer_bytes(recipe) / 1e9:.1f} GB of buffers, and it has"
+        f" {half:.1f} GB beside {buffers:.1f} GB of buffers, and it has"
         f" {host.memory_bytes / 1e9:.1f} GB; {less}"
     )
 
@@ -102,8 +102,8 @@ def memory_of(recipe: Recipe, host: Host, exposed: float) -> HostMemory:
         "cores": host.cores,
         "memory_bytes": host.memory_bytes,
         "link_bytes_per_second": host.link_bytes_per_second,
-        "table_bytes": sum(map(table_bytes, recipe.on_host.values())),
+        "table_bytes": sum(map(table_bytes, recipe.on_host.values())) // host.nodes,
         "share": share,
-        "buffer_bytes": buffer_bytes(recipe),
+        "buffer_bytes": buffer_bytes(recipe) // host.nodes,
         "exposed": exposed,
     }

@@ -25,11 +25,13 @@ FORM = "cores=16,memory=128,link=50"
 
 
 class Host(NamedTuple):
-    """The host of all devices of a plan."""
+    """The host of the devices of a node; all ``nodes`` have an equal share of each table, and are
+    asked for as many rows."""
 
     cores: float
     memory_bytes: float
     link_bytes_per_second: float  # of each device, one direction
+    nodes: int = 1
 
 
 def host_of(cluster: Cluster, asked: str | None = None) -> Host | None:
@@ -61,7 +63,10 @@ def host_of(cluster: Cluster, asked: str | None = None) -> Host | None:
             f"--host {asked}: nothing is known of the host of {cluster.target.name}; give all of"
             f" {FORM}"
         )
-    return Host(known["cores"], 1e9 * known["memory"], 1e9 * known["link"]) if known else None
+    if not known:
+        return None
+    sizes = known["cores"], 1e9 * known["memory"], 1e9 * known["link"]
+    return Host(*sizes, cluster.nodes)
 
 
 def row_bytes(spec: ParamSpec) -> int:
@@ -96,9 +101,11 @@ def exchange(
     devices: int,
     computing: float,
 ) -> HostRow:
-    """Return what the tables take in a step of ``stage``, and what the next step waits for.
+    """Return what the tables take of a host in a step of ``stage``, and what the next step waits
+    for.
 
-    Rows are looked up for so many ``tokens``, and ``devices`` compute for ``computing`` seconds.
+    Rows are looked up for so many ``tokens``, and ``devices``, those of all hosts, compute for
+    ``computing`` seconds. Rows that several hosts send each other are part of that.
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. Before an update, rows that this step does not name are
@@ -109,12 +116,12 @@ def exchange(
     due = number_due(recipe, stage, phase)
     rows = moved = since = 0
     for spec in recipe.on_host.values():
-        its = tokens * spec.sparse_rows
+        its = tokens * spec.sparse_rows // host.nodes
         rows, moved = rows + its, moved + 2 * spec.shape[1] * its
         if due % spec.every == 0:
             since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its
     gather, update = moved / (GATHER * host.cores), since / (UPDATE * host.cores)
-    copied = moved / devices / host.link_bytes_per_second  # one way
+    copied = moved / (devices / host.nodes) / host.link_bytes_per_second  # one way
     exposed = max(0.0, gather + copied - computing)
     if since:
         later = BOTH * update + AGAIN * gather

@@ -19,6 +19,7 @@ from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.record.sizes import scored_heads
 from jspeed.run.compute.device import Device, Placement
+from jspeed.run.compute.host_tables import owners_of, rows_of_device
 
 MOST = 32  # sub-lanes of a lane
 # Numbers of a layer's activations that a CPU evaluates at once: with fewer, an operation takes
@@ -147,11 +148,13 @@ def looked_up(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
 def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
     """Bytes of a device beside a step's own, where tables lie on the host: the next step's rows,
     and gradients that still go back."""
-    of_token = sum(
-        spec.sparse_rows * spec.shape[1] * np.dtype(spec.dtype).itemsize
+    tokens, owners = looked_up(recipe, stage, mesh, parts) // row_shards(mesh), owners_of(mesh)
+    return 2 * sum(
+        rows_of_device(spec, spec.sparse_rows * tokens, owners)
+        * spec.shape[1]
+        * np.dtype(spec.dtype).itemsize
         for spec in recipe.on_host.values()
     )
-    return 2 * of_token * looked_up(recipe, stage, mesh, parts) // row_shards(mesh)
 
 
 def cut(

@@ -51,7 +51,7 @@ from jspeed.run.compute.step import (
 )
 
 WARM_UPS = 2  # of each executable
-StepProgram = Callable[[State, jax.Array], tuple[State, Metrics]]
+StepProgram = Callable[[State, Any], tuple[State, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Program:
     into the first state, the steps and the evaluation; none without jit. ``others``: the
     executables of the first state and of the evaluation. ``sums`` takes checksums of states.
     ``loaded``: all were saved by an earlier run (:mod:`jspeed.saved`). ``calls``,
-    instead of ``steps``, where ``tables`` lie in the host's memory.
+    instead of ``steps``, where ``tables`` lie in the host's memory: NumPy's rows of all lanes.
     """
 
     init: Callable[[int], State]

@@ -44,7 +44,7 @@ from jspeed.run.compute import accumulators
 from jspeed.run.compute.accumulators import AccumulatorState
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.gradients import gradients, traced_once
-from jspeed.run.compute.host_tables import Rows, with_given
+from jspeed.run.compute.host_tables import Rows, delivered, returned, with_given
 from jspeed.run.compute.score import Measure, losses
 
 
@@ -186,6 +186,7 @@ def on_devices(
         gathered = gather_parameters(recipe, gather, params, cuts, later)
         whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
         place = step, device_of_rows(mesh) * tokens.shape[0]
+        given, slots = delivered(recipe, mesh, given)
         grads, row_losses, of_given = traced_once(
             placement, key, of_rows, place, weight, whole, tokens, given
         )
@@ -193,7 +194,7 @@ def on_devices(
         tables, of_tables = sparse_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
         dense = [without_sparse(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
         grads = map_specs(lambda spec, *its: kind_of(spec).reduced(mesh, *its), *dense)
-        return (grads, tables), kept, of_tables, row_losses, of_given
+        return (grads, tables), kept, of_tables, row_losses, returned(mesh, of_given, slots)
 
     lanes, everywhere = rows_spec(mesh), PartitionSpec()
     param_specs, sum_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
@@ -290,6 +291,7 @@ def eval_step(
     ) -> jax.Array:
         whole = gather_parameters(recipe, gather, params, cuts, later)
         now = replace(ctx, tokenizer_mask=tokenizer_mask)
+        given, _ = delivered(recipe, mesh, given)
 
         def scored(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
             row, targets_BT, rows_of_part = part

@@ -34,7 +34,8 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> No
     for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
         for step in WARM_UPS * steps:
-            state, metrics = step(state, put(dummy, batch_rows(mesh)))
+            batch = dummy if program.calls else put(dummy, batch_rows(mesh))
+            state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
     state = program.at_end(state)
     if evaluated:
