@@ -5,14 +5,20 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from jspeed.board.records.remarks import RECORDS, name_clash
 from jspeed.errors import Terminated
 from jspeed.inference.model_config import same_function
 from jspeed.recipes import FOLDER
+from jspeed.run.clock import Clock
 from jspeed.run.find_recipe import find
+from jspeed.run.options import Options
+from jspeed.run.setup import set_up
 
+from ..data.on_disk import shard_bytes
 from ..refusals import refused
 from ..toys import TOYS
 
@@ -57,6 +63,29 @@ def edited(tmp_path: Path, *changes: tuple[str, str]) -> str:
 def test_refuses_what_a_copy_says(tmp_path: Path, old, new, words):
     said = refused(words, find, edited(tmp_path, (old, new)))
     assert "line ?" not in said
+
+
+def test_a_run_traces_its_loss_once_and_a_faulty_one_is_said(tmp_path: Path, capsys):
+    """Nothing is traced to be checked before it compiles; what a trace raises is the recipe's."""
+    data, cap = tmp_path / "data", "    cap = sigmoid_cap(SOFTCAP)"
+    data.mkdir()
+    for name in ("t_train_000.bin", "t_val_000.bin"):
+        (data / name).write_bytes(shard_bytes(np.arange(4000) % 256))
+
+    def start(*changes: tuple[str, str]) -> None:
+        how = dict(data=data, run_dir=tmp_path / "run", set_=(*TOYS["stdlib"], "EVAL_TOKENS=64"))
+        set_up(Options(edited(tmp_path, *changes), **how), Clock(), Console()).directory.abandon()
+
+    refused("mine.py fails at line .* NameError", start, (cap, cap.replace("CAP", "CAPS")))
+    refused("fails with ValueError: .*'bloks'", start, ('"blocks": muon', '"bloks": muon'))
+    refused(
+        "loss returns shapes",
+        start,
+        ("    return cross_entropy(head, ", "    return x_BTD, x_BTD  # ("),
+    )
+    assert not (tmp_path / "run").exists()
+    start((cap, f"    print('traced')\n{cap}"))
+    assert capsys.readouterr().out.count("traced") == 1
 
 
 def test_what_json_cannot_hold_is_no_field(tmp_path: Path):

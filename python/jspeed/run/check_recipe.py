@@ -18,6 +18,16 @@ def check_recipe(recipe: Recipe) -> None:
         raise BadInput(f"recipe {recipe.name}: {problem}")
 
 
+def check_loss(recipe: Recipe, total: Any, loss_BT: Any, tokens: Any) -> None:
+    """Raise :class:`BadInput` where what ``recipe.loss`` has returned for ``tokens`` ``[B, T]`` is
+    of other shapes."""
+    if total.shape != () or loss_BT.shape != tokens.shape:
+        raise BadInput(
+            f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
+            f"expected () and (batch, tokens) = {tokens.shape}"
+        )
+
+
 def problems(recipe: Recipe) -> Iterator[str]:
     """Yield what is wrong; later checks rely on earlier ones having found nothing."""
     for where, expected, found in misfits(recipe, Recipe):

@@ -7,8 +7,8 @@ import json
 import os
 import traceback
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters, without_sparse
 from jspeed.recipes import FOLDER, locate
-from jspeed.run.check_recipe import check_recipe
+from jspeed.run.check_recipe import check_loss, check_recipe
 from jspeed.run.options import Options, check_steps
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
@@ -77,7 +77,7 @@ def find(
     source, code, fields, overrides = read(path, sets)
     module = types.ModuleType(as_text(path.stem))
     module.__file__ = str(path)
-    try:
+    with blamed(path):
         exec(code, module.__dict__)
         recipe = getattr(module, "RECIPE", None)
         if not isinstance(recipe, Recipe):
@@ -93,6 +93,14 @@ def find(
         if trace and (key := recipe_hash(source, fields | overrides)) not in TRACED:
             check_functions(recipe)
             TRACED.add(key)
+    return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """Raise :class:`BadInput` for what code of the recipe file at ``path`` raises."""
+    try:
+        yield
     except (BadInput, KeyboardInterrupt, Terminated):
         raise
     except SystemExit as error:
@@ -105,7 +113,20 @@ def find(
             f"recipe file {path} fails{_line_in(error, path)} with {type(error).__name__}:"
             f" {_said(error)}; correct it"
         ) from error
-    return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
+
+
+@contextmanager
+def checked_if_it_fails(loaded: LoadedRecipe) -> Iterator[None]:
+    """Where compiling fails by a fault of the recipe's functions, say so as :func:`find` does. To
+    try them before would trace the loss twice, and where programs are loaded once too often."""
+    try:
+        yield
+    except (BadInput, jax.errors.JaxRuntimeError):
+        raise
+    except (Exception, SystemExit):
+        with blamed(loaded.path):
+            check_functions(loaded.recipe)
+        raise
 
 
 def _said(error: BaseException) -> str:
@@ -140,19 +161,22 @@ def read(
     return source, code, fields, overrides
 
 
-def load_recipe(options: Options) -> LoadedRecipe:
-    """Return the recipe, fitted to the tokens of its data folder where that has a manifest.
+def load_recipe(options: Options, trace: bool = True) -> LoadedRecipe:
+    """Return the recipe, fitted to the tokens of its data folder where that has a manifest;
+    ``trace`` as of :func:`find`.
 
     Raises BadInput, also where it has fewer steps than the options ask for.
     """
-    loaded = find(options.recipe_or_default, options.set_)
+    loaded = find(options.recipe_or_default, options.set_, trace=trace)
     check_steps(options, loaded.recipe, loaded.fields)
     folder = options.data or cache_folder() / "data" / loaded.recipe.data.name
     manifest = read_manifest(folder) if folder.is_dir() else None
-    return for_tokens(loaded, options.set_, manifest) if manifest else loaded
+    return for_tokens(loaded, options.set_, manifest, trace) if manifest else loaded
 
 
-def for_tokens(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
+def for_tokens(
+    loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any], trace: bool = True
+) -> LoadedRecipe:
     """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a
     manifest).
 
@@ -192,7 +216,8 @@ def for_tokens(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, An
     more = [
         f"{name}={value}" for name, value in wanted.items() if name in free and value is not None
     ]
-    fitted = find(str(loaded.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
+    its = {name: facts[name] for name in IDENTITY}
+    fitted = find(str(loaded.path), [*sets, *more], tokens=its, trace=trace)
     what += f" in rows of {rows['LANE_LEN']}" if rows else ""
     what += f", and so {' '.join(more)}" if more else ""
     return replace(
@@ -226,8 +251,8 @@ def on_tokens(recipe: Recipe, fields: Mapping[str, Any], tokens: Mapping[str, An
 
 
 def check_functions(recipe: Recipe) -> None:
-    """Trace forward, loss and optimizer on shapes alone, so that a faulty recipe fails before data
-    are looked for."""
+    """Trace forward, loss and optimizer on shapes alone. Raises what they raise, and
+    :class:`BadInput` for results of other shapes."""
     stage = recipe.stages[0]
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
@@ -236,11 +261,7 @@ def check_functions(recipe: Recipe) -> None:
     total, loss_BT = jax.eval_shape(
         lambda p, t, w: recipe.loss(p, t, t, w, ctx), params, tokens, weights
     )
-    if total.shape != () or loss_BT.shape != tokens.shape:
-        raise BadInput(
-            f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
-            f"expected () and (batch, tokens) = {tokens.shape}"
-        )
+    check_loss(recipe, total, loss_BT, tokens)
     logits = jax.eval_shape(
         lambda p, t: recipe.forward(p, t, replace(ctx, training=False)), params, tokens
     )

@@ -57,7 +57,7 @@ from jspeed.run.compute.step import State, fetcher, with_parameters
 from jspeed.run.compute.warm_up import warm_up_fits
 from jspeed.run.evidence.foreign_code import remember
 from jspeed.run.evidence.stream import Facts, facts
-from jspeed.run.find_recipe import LoadedRecipe, load_recipe
+from jspeed.run.find_recipe import LoadedRecipe, checked_if_it_fails, load_recipe
 from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.options import Options, check_options
 from jspeed.run.run_directory import RunDirectory, open_run_directory
@@ -178,7 +178,7 @@ def load_recipe_and_placement(
     invalid options, and where the layout, batch or tables do not fit the mesh, or the state memory.
     """
     check_options(options)
-    loaded = load_recipe(options)
+    loaded = load_recipe(options, trace=False)
     recipe = loaded.recipe
     if options.target_loss is not None:
         loaded = replace(loaded, recipe=replace(recipe, target_loss=options.target_loss))
@@ -191,7 +191,8 @@ def load_recipe_and_placement(
 
     def placed(recipe: Recipe) -> Placement:
         placement = place(recipe, mesh, options.layout, device)
-        check_state_fits(recipe, placement, loaded.fields)
+        with checked_if_it_fails(loaded):
+            check_state_fits(recipe, placement, loaded.fields)
         return placement
 
     given = options.init_from is not None
@@ -341,7 +342,8 @@ def compile_and_warm_up(
     recipe, mesh = loaded.recipe, placement.mesh
 
     def build(placement: Placement) -> Program:
-        return hooks.saved(loaded, placement, len(rows), saves)
+        with checked_if_it_fails(loaded):
+            return hooks.saved(loaded, placement, len(rows), saves)
 
     while True:
         with clock.section("compile"):

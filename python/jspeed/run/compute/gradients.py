@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jspeed.base.beside import split
 from jspeed.parallel.kinds import kind_of
 from jspeed.recipe import Context, Recipe, map_specs
+from jspeed.run.check_recipe import check_loss
 from jspeed.run.compute import division
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.flat_dots import flattened
@@ -74,9 +75,9 @@ def gradients(
     def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
         micro, beside = split(recipe.beside, micro)
         now = replace(ctx, first_row=first_row, beside=beside)
-        total, loss_BT = recipe.loss(
-            params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now
-        )
+        inputs, targets = micro[:, :-1], micro[:, 1:]
+        total, loss_BT = recipe.loss(params, inputs, targets, weigh(recipe, micro, weights), now)
+        check_loss(recipe, total, loss_BT, inputs)
         return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
     if parts == 1:
