@@ -30,10 +30,10 @@ def describe_layout(
 
 
 def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
-    """Return which devices hold each tile of an array: rows and columns of ids, ``0,4`` where two
+    """Return which devices hold each tile of an array: lines and columns of ids, ``0,4`` where two
     hold the same.
 
-    Rows are the first sharded dimension and columns the last one, or there is one row. Raises
+    Lines are the first sharded dimension and columns the last one, or there is one line. Raises
     :class:`BadInput` where more than two are sharded.
     """
     where: dict[tuple[int, ...], list[int]] = {}
@@ -49,14 +49,14 @@ def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
         )
     first, last = ([None, None] + dims)[-2:]
 
-    def cell(row: int, column: int) -> str:
+    def cell(line: int, column: int) -> str:
         start = tuple(
-            row if dim == first else column if dim == last else 0 for dim in range(len(shape))
+            line if dim == first else column if dim == last else 0 for dim in range(len(shape))
         )
         return ",".join(map(str, sorted(where[start])))
 
     columns = starts[last] if last is not None else [0]
     return [
-        [cell(row, column) for column in columns]
-        for row in (starts[first] if first is not None else [0])
+        [cell(line, column) for column in columns]
+        for line in (starts[first] if first is not None else [0])
     ]

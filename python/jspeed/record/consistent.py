@@ -47,11 +47,10 @@ def _wrong(field: str, expected: str, found: object) -> BadInput:
 
 def _parameters(run: Run) -> None:
     if table := run.get("parameter_table"):
-        for name, row in table.items():
-            if len(row["shape"]) != len(row["axes"]):
-                raise _wrong(
-                    f"parameter_table.{name}.axes", f"{len(row['shape'])} names", row["axes"]
-                )
+        for name, each in table.items():
+            if len(each["shape"]) != len(each["axes"]):
+                wanted = f"{len(each['shape'])} names"
+                raise _wrong(f"parameter_table.{name}.axes", wanted, each["axes"])
         for field, count in zip(
             ("parameters", "active_parameters"), count_parameters(table), strict=True
         ):

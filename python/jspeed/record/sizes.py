@@ -22,9 +22,9 @@ def parameter_table(recipe: Recipe) -> dict[str, Parameter]:
     """Return what run.json says of each parameter: shape without padding, axes, and how many
     entries a token reads."""
     table: dict[str, Parameter] = {}
-    rows = leaves(recipe.parameters)
-    fetched = rows_fetched(recipe) if any("row" in spec.axes for _, spec in rows) else {}
-    for path, spec in rows:
+    specs = leaves(recipe.parameters)
+    fetched = rows_fetched(recipe) if any("row" in spec.axes for _, spec in specs) else {}
+    for path, spec in specs:
         shape = [spec.shape[0] - spec.padding, *spec.shape[1:]] if spec.shape else []
         table[path] = {"shape": shape, "axes": list(spec.axes)}
         if "row" in spec.axes:
@@ -133,20 +133,20 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
     shapes = " + ".join(
         f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)
     )
-    rows = [("parameters", shapes, f"{parameter_count(recipe.parameters):,}")]
+    lines = [("parameters", shapes, f"{parameter_count(recipe.parameters):,}")]
     several = len(recipe.stages) > 1
     for number, stage in enumerate(recipe.stages, 1):
         windows = f", windows {min(stage.windows)} to {max(stage.windows)}" if stage.windows else ""
         formula = f"{stage.steps} steps x {recipe.lanes} lanes x {stage.lane_len} tokens{windows}"
         name = f"stage {number}" if several else "batch"
-        rows.append((name, formula, f"{recipe.tokens_per_step(stage):,} tokens/step"))
+        lines.append((name, formula, f"{recipe.tokens_per_step(stage):,} tokens/step"))
     flops = flops_per_token(recipe, recipe.stages[-1])
     total = sum(
         s.steps * recipe.tokens_per_step(s) * flops_per_token(recipe, s) for s in recipe.stages
     )
     per_token = "6 x matmul parameters + 12 x width x keys seen x layers"
     return [
-        *rows,
+        *lines,
         ("tokens", "sum of steps x tokens/step", f"{recipe.tokens:,}"),
         (
             "FLOPs/token",

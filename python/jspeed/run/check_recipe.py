@@ -32,14 +32,14 @@ def problems(recipe: Recipe) -> Iterator[str]:
     """Yield what is wrong; later checks rely on earlier ones having found nothing."""
     for where, expected, found in misfits(recipe, Recipe):
         yield f"{where} is {found}; expected {expected}"
-    rows = dict(leaves(recipe.parameters))
-    for path, spec in rows.items():
+    specs = dict(leaves(recipe.parameters))
+    for path, spec in specs.items():
         for where, expected, found in misfits(spec, ParamSpec, f"parameter {path}"):
             yield f"{where} is {found}; expected {expected}"
         yield from (f"parameter {path} {problem}" for problem in _problems_of(recipe, spec))
-    for path, spec in rows.items():
-        yield from (f"parameter {path} {problem}" for problem in _conflicts_of(recipe, rows, spec))
-    tables = [path for path, spec in rows.items() if spec.sparse_rows]
+    for path, spec in specs.items():
+        yield from (f"parameter {path} {problem}" for problem in _conflicts_of(recipe, specs, spec))
+    tables = [path for path, spec in specs.items() if spec.sparse_rows]
     if set(tables) != set(recipe.row_optimizers()):
         yield (
             f"row_optimizers gives {sorted(recipe.row_optimizers())}, and tables with sparse_rows"
@@ -98,10 +98,10 @@ def _problems_of(recipe: Recipe, spec: ParamSpec) -> Iterator[str]:
         )
 
 
-def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec) -> Iterator[str]:
+def _conflicts_of(recipe: Recipe, specs: Mapping[str, ParamSpec], spec: ParamSpec) -> Iterator[str]:
     """Yield what does not fit of one parameter beside others and the stages."""
     cadences = [spec.updated_after(stage) for stage in recipe.stages]
-    if spec.every > 1 and recipe.period != max(each.every for each in rows.values()):
+    if spec.every > 1 and recipe.period != max(each.every for each in specs.values()):
         yield (
             f"is updated every {spec.every} steps and others every"
             f" {recipe.period}; give slow parameters numbers that divide the largest"
@@ -119,7 +119,9 @@ def _conflicts_of(recipe: Recipe, rows: Mapping[str, ParamSpec], spec: ParamSpec
         yield "has sparse_rows; give it axes ('row', ...), no compute dtype and no padding"
     if spec.grad_accum_fp32 and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
         yield "has grad_accum_fp32; give it axes ('token', 'table', ...) and every of 2 or more"
-    if spec.init_like and (spec.init_like not in rows or rows[spec.init_like].shape != spec.shape):
+    if spec.init_like and (
+        spec.init_like not in specs or specs[spec.init_like].shape != spec.shape
+    ):
         yield f"has init_like '{spec.init_like}', which is not a parameter of shape {spec.shape}"
 
 

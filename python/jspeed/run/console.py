@@ -29,15 +29,15 @@ from jspeed.run.compute.device import Placement
 
 NARROW = 72  # columns
 MOST = 1_000_000  # of a line that nothing wraps
-ROWS, COLUMNS = 8, 72  # of the plot of losses with its labels, at most
+LINES, COLUMNS = 8, 72  # of the plot of losses with its labels, at most
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:|"  # a cell by how far it is filled from below
 
 
-def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
+def opening(console: Console, lines: Sequence[tuple[str, str, str]]) -> None:
     """Print every derived number as name, value and formula: a table, or on a narrow terminal
     lines."""
     if console.width < NARROW:
-        for name, formula, value in rows:
+        for name, formula, value in lines:
             console.print(
                 Text.assemble(f"{name}  ", (value, "bold"), (f"\n  {formula}", "dim")),
                 soft_wrap=True,
@@ -47,7 +47,7 @@ def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", style="bold", overflow="fold")
     table.add_column(style="dim", overflow="fold")
-    for name, formula, value in rows:
+    for name, formula, value in lines:
         table.add_row(Text(name), Text(value), Text(formula))
     console.print(table)
 
@@ -129,16 +129,16 @@ def tile_table(console: Console, recipe: Recipe, placement: Placement, name: str
         )
     spec = table[name]
     sharding = NamedSharding(placement.mesh, partition(spec, placement.layout, placement.mesh))
-    rows = tiles(spec.shape, sharding)
+    drawn = tiles(spec.shape, sharding)
     shapes = ["x".join(map(str, shape)) for shape in (spec.shape, sharding.shard_shape(spec.shape))]
     console.print(
         f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False, soft_wrap=True
     )
     grid = Table(show_header=False, show_lines=True)
-    for _ in rows[0]:
+    for _ in drawn[0]:
         grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    for cells in drawn:
+        grid.add_row(*cells)
     print_whole(console, grid)
 
 
@@ -238,7 +238,7 @@ class Display:
 
     def _plot(self, losses: Sequence[Validation]) -> Text | None:
         # the bar and a few lines of what was said stay in sight
-        if self._console.height < ROWS + 8:
+        if self._console.height < LINES + 8:
             return None
         points = [
             (point["step"], loss) for point in losses if (loss := point["val_loss"]) is not None
@@ -254,7 +254,7 @@ def curve_plot(
     columns: int = COLUMNS,
     ascii: bool = False,
 ) -> Text | None:
-    """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where
+    """Return ``losses``, points (step, nats per token) in order, as LINES lines; None where
     ``columns`` are too few.
 
     The area under the curve is filled, from step 0 at the left to ``steps`` at the right. It grows
@@ -265,14 +265,14 @@ def curve_plot(
         return None
     at, values = (np.array(part, dtype=np.float64) for part in zip(*losses, strict=True))
     low, high = loss_limits([(at, values)], target)
-    # losses at the borders of rows, from above
-    edges = high - (high - low) / ROWS * np.arange(ROWS + 1)
-    row_of_target = (
-        None if target is None else min(int((high - target) / (high - low) * ROWS), ROWS - 1)
+    # losses at the borders of lines, from above
+    edges = high - (high - low) / LINES * np.arange(LINES + 1)
+    line_of_target = (
+        None if target is None else min(int((high - target) / (high - low) * LINES), LINES - 1)
     )
-    labels = [f"{edges[0]:.4g}", *[""] * (ROWS - 1)]
-    if row_of_target is not None:
-        labels[row_of_target] = f"target {target:g}"
+    labels = [f"{edges[0]:.4g}", *[""] * (LINES - 1)]
+    if line_of_target is not None:
+        labels[line_of_target] = f"target {target:g}"
     label = max(map(len, labels))
     width = min(columns, COLUMNS) - label - 1
     if width < 8:
@@ -282,14 +282,14 @@ def curve_plot(
     drawn = here - 0.5 * steps / width <= at[-1]  # cells that have begun
     cells, dash = (ASCII, "-") if ascii else (BLOCKS, "╌")
     text = Text(no_wrap=True, overflow="crop")
-    for row in range(ROWS):
-        filled = np.clip((curve - edges[row + 1]) / (edges[row] - edges[row + 1]), 0.0, 1.0)
+    for line in range(LINES):
+        filled = np.clip((curve - edges[line + 1]) / (edges[line] - edges[line + 1]), 0.0, 1.0)
         filled = np.where(drawn, np.rint(filled * (len(cells) - 1)).astype(int), 0)
-        line = "".join(cells[level] for level in filled)
-        area = len(line.rstrip())
-        text.append(f"{labels[row]:>{label}} ", "dim").append(line[:area], "cyan")
-        text.append(dash * (width - area) if row == row_of_target else "", "dim")
-        text.append("\n" if row < ROWS - 1 else "")
+        shown = "".join(cells[level] for level in filled)
+        area = len(shown.rstrip())
+        text.append(f"{labels[line]:>{label}} ", "dim").append(shown[:area], "cyan")
+        text.append(dash * (width - area) if line == line_of_target else "", "dim")
+        text.append("\n" if line < LINES - 1 else "")
     return text
 
 

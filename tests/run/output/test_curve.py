@@ -17,7 +17,7 @@ def test_every_cell_is_filled_up_to_the_curve():
     shown = console.curve_plot(STRAIGHT, 40, 1.4, columns=11 + 40)
     assert shown is not None
     lines = shown.plain.split("\n")
-    assert len(lines) == console.ROWS and {line[:11].strip() for line in lines} == {
+    assert len(lines) == console.LINES and {line[:11].strip() for line in lines} == {
         "",
         "3.12",
         "target 1.4",
@@ -30,7 +30,7 @@ def test_every_cell_is_filled_up_to_the_curve():
         )
         assert abs(filled / 64 - (loss - low) / (high - low)) <= 0.5 / 64 + 1e-9
     (row,) = (line for line in lines if "target" in line)
-    assert lines.index(row) == int((high - 1.4) / ((high - low) / console.ROWS))
+    assert lines.index(row) == int((high - 1.4) / ((high - low) / console.LINES))
     assert row.endswith("╌")
 
 
