@@ -65,7 +65,7 @@ def test_a_planned_run_takes_no_program_from_the_cache(cache):
     (honest,) = folder().glob("jit_evaluate-*-cache")
     honest.write_bytes(content)
     assert evaluation(1.0) == pytest.approx(1.2)  # the attack is one
-    use_compile_cache(planned=True)
+    use_compile_cache(announced=True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     kept = set(folder().iterdir())
     assert evaluation(1.0) == 4 and evaluation(0.5) == 2
@@ -74,7 +74,7 @@ def test_a_planned_run_takes_no_program_from_the_cache(cache):
 
 def test_a_saved_evaluation_of_another_program(data, tmp_path, monkeypatch):
     """Whoever can write the cache folder makes a run say a false loss; its programs' hash and an
-    audit tell. A planned run loads none."""
+    audit tell. A announced run loads none."""
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "mine.py"
     recipe.write_text(PARENT)

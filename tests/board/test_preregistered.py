@@ -29,7 +29,7 @@ TRAINER = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {python!r}]
     from record.synthetic_runs import make_run
-    from jspeed.board.records.preregistration import entry_of_plan, read_preregistration
+    from jspeed.board.records.preregistration import announcement_of, read_preregistration
     recipe, folder = sys.argv[1], Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     told = Path(sys.argv[0]).with_name("told").read_text().split()
@@ -38,7 +38,7 @@ TRAINER = """
     runs = read_preregistration(folder.parent / "plan.json")["runs"]
     planned = next(run for run in runs if run["folder"] == folder.name)
     steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else None
-    plan = entry_of_plan(folder, planned["recipe_hash"], seed, steps)
+    plan = announcement_of(folder, planned["recipe_hash"], seed, steps)
     seconds = (30.0 if "char" in recipe else 20.0) + 0.1 * seed
     stopped = told[:1] == [str(seed)] and "--resume" not in sys.argv
     loss, status = (None, {{"status": "interrupted"}}) if stopped else (1.39 + 0.001 * seed, {{}})
@@ -228,19 +228,19 @@ def test_a_run_keeps_to_its_plan(tmp_path, monkeypatch):
     preregistration.write_preregistration(tmp_path, plan)
     good = tmp_path / "2-stdlib-s2"
     place = {"sha256": plan["sha256"], "folder": good.name}
-    assert preregistration.entry_of_plan(good, "abc", 2, 40) == place
+    assert preregistration.announcement_of(good, "abc", 2, 40) == place
     good.mkdir()
     monkeypatch.chdir(good)
-    assert preregistration.entry_of_plan(Path(), "abc", 2, 40) == place
+    assert preregistration.announcement_of(Path(), "abc", 2, 40) == place
     for arguments, says in [
         ((good, "abd", 2, 40), "plans recipe hash abc for this folder, found abd"),
         ((good, "abc", 1, 40), "plans seed 2 for this folder, found 1"),
         ((good, "abc", 2, None), "plans --steps 40 for this folder, found None"),
         ((tmp_path / "other", "abc", 2, 40), "no run for this folder"),
     ]:
-        refused(says, preregistration.entry_of_plan, *arguments)
-    assert preregistration.entry_of_plan(tmp_path / "a" / "b", "abc", 1, 40) is None
-    assert preregistration.entry_of_plan(None, "abc", 1, 40) is None
+        refused(says, preregistration.announcement_of, *arguments)
+    assert preregistration.announcement_of(tmp_path / "a" / "b", "abc", 1, 40) is None
+    assert preregistration.announcement_of(None, "abc", 1, 40) is None
     preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
     refused("'schema': .* found 9", preregistration.read_preregistration, tmp_path / "plan.json")
 

@@ -22,12 +22,12 @@ TRAINER = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {python!r}]
     from record.synthetic_runs import make_run
-    from jspeed.board.records.preregistration import entry_of_plan, read_preregistration
+    from jspeed.board.records.preregistration import announcement_of, read_preregistration
     recipe, folder = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     runs = read_preregistration(folder.parent / "plan.json")["runs"]
     planned = next(run for run in runs if run["folder"] == folder.name)
-    plan = entry_of_plan(folder, planned["recipe_hash"], seed, None)
+    plan = announcement_of(folder, planned["recipe_hash"], seed, None)
     tree = Path(__file__).parents[1]
     def git(*words):
         return subprocess.run(["git", *words], cwd=tree, capture_output=True, \

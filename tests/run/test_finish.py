@@ -88,7 +88,7 @@ def test_the_commit_is_that_of_the_start(tmp_path, monkeypatch):
 def test_only_what_could_count_is_probed(planned, tmp_path, monkeypatch, capsys):
     """Fewer steps than the schedule has count where a plan says so, and nowhere else."""
     place = {"sha256": "ab" * 32, "folder": "run"}
-    added = replace(hooks(), entry_of_plan=lambda *_: place if planned else None)
+    added = replace(hooks(), announcement_of=lambda *_: place if planned else None)
     options = three_steps(tmp_path, set_=(*TOY, "LAYERS=1", "STEPS=9"), steps=1, sample=False)
     assert train(options, added) == 0
     run = read_run(tmp_path / "run")

@@ -242,8 +242,8 @@ def test_a_planned_run_neither_loads_nor_saves(tmp_path, folder, monkeypatch):
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(before) == 5
     monkeypatch.delattr(saved, "read")
-    planned = dataclasses.replace(HOOKS, planned=lambda _: True)
-    run("planned", planned)
+    announced = dataclasses.replace(HOOKS, announced=lambda _: True)
+    run("announced", announced)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 

@@ -73,7 +73,7 @@ def reserve_workspace(lowered: Any, bytes_of: Callable[[int, int, int, int], int
     """Give each backward call of cuDNN's attention in a lowered program ``bytes_of(documents,
     heads, length, width)``.
 
-    JAX writes 0 bytes, which XLA replaces by what cuDNN's plan asks for; a compiler without a GPU
+    JAX writes 0 bytes, which XLA replaces by what cuDNN asks for; a compiler without a GPU
     asks nobody. JAX 0.10 to 0.12: the workspace is the call's last result, which nothing reads.
     """
     from jax.extend.mlir import ir
@@ -263,7 +263,7 @@ def pretend_gpu(capability: tuple[int, int], cudnn_version: int) -> Iterator[Non
 
     Covers cuDNN's attention, whose library need not be installed, and what Pallas' Triton backend
     compiles for, which JAX 0.10 takes from the mesh. What cuDNN really supports is checked on the
-    GPU, when its plan is built.
+    GPU, when it is built there.
     """
 
     def version(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jspeed.board.records import remarks, store
-from jspeed.board.records.preregistration import entry_of_plan, lies_in_plan
+from jspeed.board.records.preregistration import announcement_of, lies_in_plan
 from jspeed.board.views import loss_plot
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Unsealed
@@ -79,8 +79,8 @@ def add(hooks: Hooks) -> Hooks:
     """Return ``hooks`` with this room's."""
     return replace(
         hooks,
-        planned=lies_in_plan,
-        entry_of_plan=entry_of_plan,
+        announced=lies_in_plan,
+        announcement_of=announcement_of,
         second_range=second_range,
         notes=notes,
         remarks=remarks.remarks,

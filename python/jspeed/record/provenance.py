@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jspeed.base.cores import cores
 from jspeed.base.files import sha256_of
 from jspeed.errors import type_and_line
-from jspeed.record.schema import Code, Devices, Git, Gpu, Gpus, PlanEntry, Versions
+from jspeed.record.schema import Announced, Code, Devices, Git, Gpu, Gpus, Versions
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 Sums = Callable[[list[jax.Array]], list[jax.Array]]
@@ -43,7 +43,7 @@ class StartEvidence:
     git: Git
     code: Code
     gpus: list[Gpu] | None
-    plan: PlanEntry | None
+    announced: Announced | None
 
 
 class Provenance(TypedDict):
@@ -219,8 +219,10 @@ def gpu_facts(before: list[Gpu] | None) -> Gpus | None:
         return None
     driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
     cuda = re.search(r"CUDA Version: *([\d.]+)", _ask("nvidia-smi") or "")
-    rows = re.findall(r"^GPU\d+\s.*$", _ask("nvidia-smi", "topo", "-m") or "", re.MULTILINE)
-    links = {cell for row in rows for cell in re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", row)}
+    lines = re.findall(r"^GPU\d+\s.*$", _ask("nvidia-smi", "topo", "-m") or "", re.MULTILINE)
+    links = {
+        cell for line in lines for cell in re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", line)
+    }
     return {
         "driver": driver.splitlines()[0],
         "cuda": cuda[1] if cuda else None,

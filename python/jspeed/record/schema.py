@@ -183,15 +183,15 @@ class Kernels(TypedDict):
     why: NotRequired[dict[str, str]]  # of each choice by its name; older runs do not say
 
 
-class PlanEntry(TypedDict):
-    """Which run of which plan a run is."""
+class Announced(TypedDict):
+    """Which of the runs that a plan.json announced a run is."""
 
-    sha256: str  # the plan's own hash
+    sha256: str  # the file's own hash
     folder: str
 
 
 class Parameter(TypedDict):
-    """A row of the recipe's table of parameters."""
+    """A line of the recipe's table of parameters."""
 
     shape: list[Whole]  # without padding
     axes: list[str]
@@ -250,7 +250,7 @@ class Unsealed(Identity):
     host: Host
     ledger: list[Interval]  # every interval of the run, in order
     curve: list[Validation]  # in order
-    probes: dict[str, Probe]  # none where --steps ended an unplanned run before its schedule
+    probes: dict[str, Probe]  # none where --steps cut short what nobody announced
     versions: Versions
     xla_flags: str  # XLA_FLAGS of the process; may be empty
     git: Git
@@ -259,7 +259,7 @@ class Unsealed(Identity):
     asked_steps: AtLeastOne | None  # that --steps asked for; null for the whole schedule
     ended: Moment
     resumed: list[Whole]  # steps after which the run was resumed
-    plan: PlanEntry | None
+    plan: Announced | None
     initial_state: str  # checksum of parameters and optimizer state before step 1
     machine: str | None  # hash of the machine's boot id: equal for runs between two starts
     gpus: Gpus | None

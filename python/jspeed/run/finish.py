@@ -210,7 +210,7 @@ def record(
         ),
         "ledger": ledger,
         "resumed": history.resumed,
-        "plan": setup.at_start.plan,
+        "plan": setup.at_start.announced,
         "initial_state": setup.at_start.initial_checksum,
         "curve": history.curve,
         "probes": cast(dict[str, Probe], verdicts),
@@ -314,9 +314,9 @@ def asked_for_less(setup: Setup, history: History) -> bool:
 
 
 def cut_short(setup: Setup, history: History) -> bool:
-    """Whether the run cannot count, as it ended before its schedule did and no plan says so: its
-    loss is not probed."""
-    return asked_for_less(setup, history) and setup.at_start.plan is None
+    """Whether the run cannot count, as it ended before its schedule did, unannounced: its loss is
+    not probed."""
+    return asked_for_less(setup, history) and setup.at_start.announced is None
 
 
 def parameters_of(setup: Setup, params: Any) -> export.Tensors:

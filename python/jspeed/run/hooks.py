@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.recipe import Recipe
-from jspeed.record.schema import PlanEntry, Unsealed
+from jspeed.record.schema import Announced, Unsealed
 from jspeed.run import export
 from jspeed.run.compute import checked
 from jspeed.run.compute.checked import Build
@@ -52,15 +52,15 @@ def nothing(*_: object) -> None:
     """Add nothing."""
 
 
-def nobody_plans(
+def nobody_announces(
     run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
-) -> PlanEntry | None:
-    """The place of a run in no plan."""
+) -> Announced | None:
+    """Nothing announced the run."""
     return None
 
 
-def unplanned(run_dir: Path | None) -> bool:
-    """No run is planned."""
+def unannounced(run_dir: Path | None) -> bool:
+    """No run is announced."""
     return False
 
 
@@ -97,9 +97,9 @@ class Hooks:
     Where the run ``keeps`` them it loads those that the same run has made before. All processes
     call it, and one may compile for all.
 
-    Of plans and records: ``planned(run_dir)`` says whether a plan lies beside ``run_dir``, and
-    ``entry_of_plan(run_dir, recipe hash, seed, steps)`` returns what a plan
-    beside ``run_dir`` says of the run. ``second_range(recipe)`` is the first token of the range of
+    Of records: ``announced(run_dir)`` says whether a plan.json, which announces runs, lies beside
+    ``run_dir``, and ``announcement_of(run_dir, recipe hash, seed, steps)`` returns what it
+    says of the run. ``second_range(recipe)`` is the first token of the range of
     validation tokens that is evaluated once, at the end. ``notes(recipe, source's SHA-256)`` is
     said at the start, ``remarks(run)`` at the end. ``draw(run_dir, run, training losses by timed
     seconds, seconds at which stages began, unit)`` draws what run.json says.
@@ -119,8 +119,10 @@ class Hooks:
     )
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
     saved: Callable[[LoadedRecipe, Placement, int, bool], Program] = made_anew
-    planned: Callable[[Path | None], bool] = unplanned
-    entry_of_plan: Callable[[Path | None, str, int, int | None], PlanEntry | None] = nobody_plans
+    announced: Callable[[Path | None], bool] = unannounced
+    announcement_of: Callable[[Path | None, str, int, int | None], Announced | None] = (
+        nobody_announces
+    )
     second_range: Callable[[Recipe], int | None] = nothing
     notes: Callable[[Recipe, str], Sequence[str]] = no_notes
     remarks: Callable[[Unsealed], Sequence[str]] = no_notes

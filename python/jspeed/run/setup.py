@@ -118,11 +118,11 @@ def set_up(
     saves: bool = False,
 ) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
-    behind. ``saves``: where no plan forbids it, programs are loaded that such a run has saved
-    (:mod:`jspeed.saved`)."""
-    planned = hooks.planned(options.run_dir)
-    use_compile_cache(planned)
-    saves = saves and not planned
+    behind. ``saves``: where nothing announced the run, programs are loaded that such a run has
+    saved (:mod:`jspeed.saved`)."""
+    announced = hooks.announced(options.run_dir)
+    use_compile_cache(announced)
+    saves = saves and not announced
     loaded, placement = load_recipe_and_placement(options, hooks)
     tables = None
     if loaded.recipe.on_host:
@@ -141,7 +141,7 @@ def set_up(
         with clock.section("preflight"):
             placement = hooks.preflight(loaded.recipe, placement, console)
     commit, code = provenance.git(), provenance.code()
-    plan = hooks.entry_of_plan(options.run_dir, loaded.hash, options.seed, options.steps)
+    announced_by = hooks.announcement_of(options.run_dir, loaded.hash, options.seed, options.steps)
     directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
         if processes.index() == 0 and directory.checkpoint is None:
@@ -158,7 +158,7 @@ def set_up(
             )
             if directory.checkpoint:
                 data.loader.load_state_dict(directory.checkpoint["loader"])
-            at_start = StartEvidence(initial, after, commit, code, provenance.gpus(), plan)
+            at_start = StartEvidence(initial, after, commit, code, provenance.gpus(), announced_by)
     except BaseException:
         directory.abandon()
         raise
@@ -298,7 +298,7 @@ def say_opening(
     *chosen, first = choices(device)
     on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
     accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
-    rows = [
+    lines = [
         ("recipe", f"{path}, hash {loaded.hash[:12]}", recipe.name),
         *describe(recipe),
         ("devices", on, str(devices["count"])),
@@ -310,10 +310,10 @@ def say_opening(
         *((choice.name, choice.why, choice.value) for choice in chosen),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
-    rows += host_tables.opening(recipe)
+    lines += host_tables.opening(recipe)
     if isinstance(data.loader, Knowing):
-        rows.append(data.loader.opening())
-    output.opening(console, rows)
+        lines.append(data.loader.opening())
+    output.opening(console, lines)
     start = options.init_from
     differences = hooks.departures(start, loaded, data.manifest) if start else ()
     notes = (

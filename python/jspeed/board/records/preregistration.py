@@ -19,7 +19,7 @@ from jspeed.base.files import read_input, write_whole
 from jspeed.errors import BadInput
 from jspeed.fields import AtLeastOne, FolderName, Rule, Whole
 from jspeed.record.run_json import content_hash
-from jspeed.record.schema import MOST_SEED, Moment, PlanEntry
+from jspeed.record.schema import MOST_SEED, Announced, Moment
 
 NAME = "plan.json"
 SCHEMA = 1
@@ -130,9 +130,9 @@ def lies_in_plan(run_dir: Path | None) -> bool:
     return run_dir is not None and (Path(os.path.abspath(run_dir)).parent / NAME).exists()
 
 
-def entry_of_plan(
+def announcement_of(
     run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
-) -> PlanEntry | None:
+) -> Announced | None:
     """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies
     beside that folder.
 

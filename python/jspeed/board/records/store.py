@@ -36,7 +36,7 @@ from jspeed.record.audits import NAME as AUDIT
 from jspeed.record.audits import Audit, audit_name, parse_audit
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
-from jspeed.record.schema import PlanEntry, Run, shards_of
+from jspeed.record.schema import Announced, Run, shards_of
 
 RUN = re.compile(r"\d{8}T\d{6}Z-s\d+-[0-9a-f]{8}\.json")
 PLAN = re.compile(r"plan-[0-9a-f]{8}\.json")
@@ -68,7 +68,7 @@ class Row:
     run: Run
 
     @property
-    def plan(self) -> PlanEntry | None:
+    def plan(self) -> Announced | None:
         """The plan in which the run was preregistered, and which of its runs it is."""
         return self.run["plan"]
 
