@@ -3,7 +3,7 @@
 # (scripts/benches/gpu_day.py); without a network, git or Rust. Every result is a line of JSON in
 # runs/gpu_day/results.jsonl, and a call that was stopped goes on where it was.
 #
-#   scripts/gpu_day.sh pack     where jspeed is built: its wheel, and those that a GPU image lacks, in dist/
+#   scripts/gpu_day.sh pack     where jspeed is built: its wheel, those that a GPU image lacks, programs, in dist/
 #   scripts/gpu_day.sh quarter  on the GPU: rates, then r92's and jspeed3's steps, then tuned ones
 #   scripts/gpu_day.sh more     other kernels and recipes beside each other
 #   scripts/gpu_day.sh product  runs as a user makes them
@@ -32,7 +32,10 @@ pack() {
   rm -rf "$dist" && mkdir -p "$dist"
   "$python" -m maturin build --release --quiet --out "$dist"
   "$python" -m pip download --quiet --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux2014_x86_64 --platform any --dest "$dist" 'platformdirs>=4.0' && ls -s "$dist"
+    --platform manylinux2014_x86_64 --platform any --dest "$dist" 'platformdirs>=4.0' || return
+  # Programs for a GPU that is not here; the quarter sees whether one loads them.
+  PYTHONPATH=.venv/aot:scripts TF_CPP_MIN_LOG_LEVEL=3 "$python" -m benches.elsewhere "$dist"
+  ls -s "$dist"
 }
 
 # Installs jspeed's wheel, and others that are not there, into a folder of its own, so that nothing
@@ -40,7 +43,7 @@ pack() {
 prepare() {
   mkdir -p "$day/site" || exit 2
   day=$(cd "$day" && pwd)
-  export PYTHONUNBUFFERED=1 DAY=$day JSPEED_CACHE=$day/cache BACK=${BACK:-$dist/back}
+  export PYTHONUNBUFFERED=1 DAY=$day DIST=$dist JSPEED_CACHE=$day/cache BACK=${BACK:-$dist/back}
   # Several processes share the device's memory.
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   export PYTHONPATH=$day/site:$PWD/scripts:$PWD

@@ -251,6 +251,25 @@ def test_every_task_of_the_first_quarter_has_results_of_its_own(gpu_day, tmp_pat
     assert all(task.kind in gpu_day.gpu_tasks.KINDS for task in tasks)
 
 
+def test_a_program_made_elsewhere(gpu_day, tmp_path, monkeypatch):
+    """It is loaded, run and compared; one that is not there, or is damaged, is a result too."""
+    for name, value in {"GPU_DAY": "toy", "DAY": tmp_path, "DIST": tmp_path / "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    from benches import elsewhere
+
+    (name,) = (f"{elsewhere.PREFIX}{case}" for case in elsewhere.CASES if case == "XLA")
+    words = [sys.executable, "-m", "benches.gpu_tasks", "elsewhere", json.dumps([name])]
+    found = []
+    for toy in ("toy", ""):
+        variables = os.environ | {"GPU_DAY": toy, "PYTHONPATH": str(ROOT / "scripts")}
+        done = subprocess.run(words, capture_output=True, text=True, env=variables, cwd=ROOT)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0]["difference"] == 0 and found[0]["made by"] == found[0]["loaded by"]
+    assert found[1]["failed"].endswith("is not there; scripts/gpu_day.sh pack makes it")
+    said = "\n".join(gpu_day.table({name: found[0] | {"seconds": 1}}))
+    assert f"- {name}: runs; at most 0 from what is compiled here" in said
+
+
 @pytest.fixture
 def day(tmp_path: Path) -> Path:
     """A day's folder, where scripts/gpu_day.sh installs packages: this checkout's."""

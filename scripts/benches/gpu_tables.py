@@ -37,6 +37,10 @@ def table(known: Known) -> list[str]:
         wrong = one.get("failed") or one.get("wrong")
         if name != "end of a call" and (wrong or "seconds" not in one):
             lines.append(f"- {name}: {wrong or one.get('died') or 'not finished'}")
+        if "made by" in one:
+            lines.append(
+                f"- {name}: runs; at most {one['difference']:g} from what is compiled here"
+            )
     lines += rates(known)
     for name, one in known.items():
         if name.startswith("stage ") and "counted" in one:

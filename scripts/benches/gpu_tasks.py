@@ -61,6 +61,7 @@ BACKENDS = ("xla",) if TOY else ("cudnn", "cudnn_lanes", "triton")
 
 def quarter(folder: Path) -> list[Task]:
     """What the first minutes find out: rates, the newest recipes' steps, each with its causes."""
+    from benches.elsewhere import NAMES
     from benches.gpu_rates import groups
 
     rates = {name: Task("rates", tuple(cases)) for name, cases in groups().items()}
@@ -71,6 +72,7 @@ def quarter(folder: Path) -> list[Task]:
     # Steps are prepared for two minutes, while the rates beside them are measured.
     return [
         Task("probe", ("environment",)),
+        Task("elsewhere", tuple(NAMES)),
         rates["FP8 matmuls"],
         first,
         second,
@@ -190,6 +192,13 @@ def probe(name: str) -> Mapping[str, Any]:
     return kernels()[name]()
 
 
+def elsewhere(name: str) -> Mapping[str, Any]:
+    """What became of a program that was compiled without a GPU, by its name."""
+    from benches.elsewhere import load
+
+    return load(name)
+
+
 def run(name: str) -> Mapping[str, Any]:
     """Make a run in a process of its own; what its run.json says."""
     from benches.gpu_measurements import sets_of, tokens
@@ -228,6 +237,7 @@ KINDS: dict[str, Callable[[str], Mapping[str, Any]]] = {
     "PyTorch": pytorch,
     "stage": stage,
     "probe": probe,
+    "elsewhere": elsewhere,
     "run": run,
 }
 

@@ -1,7 +1,9 @@
 """A run's programs are saved and loaded, and never where another trace could be another program."""
 
 import dataclasses
+import fnmatch
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
+from jspeed.record.provenance import PACKAGE
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.inside import text_hash
@@ -66,12 +69,12 @@ def no_compiler(monkeypatch):
     return lambda: monkeypatch.setattr(saved, "compile_program", refuse)
 
 
-def tried(*sets, recipe="stdlib", mesh=None, rows=ROWS):
+def tried(*sets, recipe="stdlib", mesh=None, rows=ROWS, given=None):
     """The programs of a toy, compiled or loaded."""
     loaded = find(str(recipe), [*TOYS.get(str(recipe), TINY), *sets])
     mesh = mesh or mesh_of(2)
     placement = place(loaded.recipe, mesh, "zero1", device_of(mesh, recipe=loaded.recipe))
-    return saved.programs_of_run(loaded, placement, rows, True)
+    return saved.programs_of_run(loaded, placement, rows, True, given)
 
 
 def losses(program, recipe, mesh, count=3):
@@ -286,6 +289,85 @@ def test_a_hash_is_of_the_program_alone():
     assert text_hash(text + line) != text_hash(text + line.replace("add", "multiply"))
 
 
+ELSEWHERE = """
+import sys
+from jspeed.saved import programs as saved
+from jspeed.cli.main import main
+def refuse(*_, **__):
+    raise AssertionError("was traced")
+if saved.__file__.startswith(sys.argv.pop()):
+    saved.compile_program = refuse
+main("run")
+"""
+
+
+def test_another_installation_loads_what_one_has_made(tmp_path):
+    """At another path, with other times of change, a cache of its own and an extension of its own:
+    nothing is traced or compiled, and the losses are the same bits."""
+    shards(tmp_path / "shards")
+    for name in ("here", "there"):
+        shutil.copytree(PACKAGE, tmp_path / name / "jspeed", ignore=lambda *_: ["__pycache__"])
+        for path in (tmp_path / name).rglob("*.py"):
+            os.utime(path)
+        with (tmp_path / name / "jspeed" / "_dataloader.abi3.so").open("ab") as file:
+            file.write(name.encode())
+        words = ["--data", "shards", "--steps", 3, "--programs", "programs", "--run-dir", name]
+        words += [*toy("LAYERS=1"), tmp_path / "there"]
+        command = [sys.executable, "-P", "-c", ELSEWHERE, *map(str, words)]
+        variables = environment(
+            PYTHONPATH=tmp_path / name, JSPEED_CACHE=tmp_path / f"{name}-cache", **SAME_BITS
+        )
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0 and "note: the programs" not in done.stderr, done.stderr
+        loaded = "true" if name == "there" else "false"
+        assert f'"loaded": {loaded}' in (tmp_path / name / "run.json").read_text()
+        assert not list(tmp_path.glob(f"{name}-cache/{PROGRAMS}/*"))
+    assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
+
+
+def test_a_given_folder_says_what_differs(tmp_path, capfd, monkeypatch, no_compiler):
+    """And is left as it was; its owner's files are taken, who need not be this user."""
+    given = tmp_path / "given"
+    assert not tried(given=given).loaded and not capfd.readouterr().err
+    made = {path.name: path.read_bytes() for path in given.iterdir()}
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert tried(given=given).loaded
+    no_compiler()
+    monkeypatch.setattr(saved, "instructions", lambda: "flags : fpu vme amx")
+    for rows, said in (
+        (ROWS, "processor's instructions: expected * found amx"),
+        (ROWS + 9, f"rows of an evaluation: expected {ROWS}, found {ROWS + 9}"),
+    ):
+        with pytest.raises(AssertionError, match="was traced"):
+            tried(given=given, rows=rows)
+        (line,) = capfd.readouterr().err.splitlines()
+        start = f"note: the programs of stdlib in {given} are not used: "
+        assert fnmatch.fnmatchcase(line, f"{start}{said}"), line
+    assert {path.name: path.read_bytes() for path in given.iterdir()} == made
+
+
+def test_a_given_folder_that_cannot_hold_a_run_says_so(tmp_path, capfd, monkeypatch):
+    path = tmp_path / "mine.py"
+    path.write_text(find("stdlib").source + "\nimport time\n")
+    start = f"note: starts with --programs {tmp_path} trace"
+    assert not tried(recipe=path, given=tmp_path).loaded
+    assert capfd.readouterr().err.startswith(f"{start} stdlib again: it imports time in line")
+    monkeypatch.setattr(saved, "write_whole", None)  # as on a full disk
+    assert not tried(given=tmp_path / "full").loaded
+    assert capfd.readouterr().err.endswith("it has programs that cannot be saved there\n")
+
+
+def test_programs_made_elsewhere_are_for_a_command_alone(tmp_path):
+    """Neither for a preregistered run nor for a caller that may have changed functions."""
+    options = Options("stdlib", data=tmp_path, programs=tmp_path)
+    planned = dataclasses.replace(HOOKS, announced=lambda _: True)
+    for hooks, saves in ((planned, True), (HOOKS, False)):
+        with pytest.raises(BadInput, match="--programs: only jspeed run takes programs"):
+            train(options, hooks, saves=saves)
+    with pytest.raises(BadInput, match="--programs needs jspeed.saved"):
+        NO_HOOKS.saved(None, None, ROWS, True, tmp_path)
+
+
 FIRST_ALONE = """
 from jspeed.base import processes
 from jspeed.cli.main import main
@@ -319,7 +401,8 @@ def test_the_first_of_two_processes_compiles_for_both(tmp_path):
 
 
 def test_what_the_first_raises_all_raise(monkeypatch):
-    """As bad input or as JAX's error, with its text."""
+    """As bad input or as JAX's error, with its text. Of what it compiled, only what is in its
+    program is sent."""
     sent = {}
 
     def first(name, make):
@@ -339,3 +422,10 @@ def test_what_the_first_raises_all_raise(monkeypatch):
             saved.from_first(fails, None)
         with pytest.raises(kind, match=str(error)):
             saved.from_first(None, None)
+    sent.clear()
+    program, store = tried(), saved.Store(types.SimpleNamespace(mesh=mesh_of(2)))
+    used = [*program.others, program.sums, *program.compiled]
+    store.names = {id(each): f"program {n}" for n, each in enumerate(used)}
+    store.code = dict.fromkeys([*store.names.values(), "too large for the device"], "code")
+    saved.from_first(lambda: program, store)
+    assert pickle.loads(sent["programs"])[1].keys() == {*store.names.values()}

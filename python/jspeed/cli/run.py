@@ -110,8 +110,8 @@ COMMAND = Command(
     {
         "training": "data seed show_recipe target_loss set_ init_from",
         "placement": (
-            "layout mesh show_layout show_tiles micro_batch attention table coordinator processes"
-            " process_id"
+            "layout mesh show_layout show_tiles micro_batch attention table programs coordinator"
+            " processes process_id"
         ),
         "length": (
             "steps max_minutes checkpoint_every keep_checkpoints keep_best stop_at_target resume"

@@ -43,8 +43,13 @@ def no_host_tables(recipe: Recipe, mesh: Mesh) -> HostTables:
     raise BadInput("--table host needs jspeed.host_table, which is not installed; leave it out")
 
 
-def made_anew(loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool) -> Program:
-    """Compile the programs of a run: nobody here saves any, or sends them to other processes."""
+def made_anew(
+    loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool, given: Path | None
+) -> Program:
+    """Compile the programs of a run: nobody here saves any, or sends them to other processes.
+    Raises BadInput where a folder for them was ``given``."""
+    if given:
+        raise BadInput("--programs needs jspeed.saved, which is not installed; leave it out")
     return compile_program(loaded.recipe, placement, rows)
 
 
@@ -93,9 +98,9 @@ class Hooks:
     agree. ``faults(device, whether documents are packed, the programs' texts)`` names versions that
     are known to be bad.
 
-    ``saved(recipe with its fields, placement, evaluation's rows, keeps)`` compiles the programs.
-    Where the run ``keeps`` them it loads those that the same run has made before. All processes
-    call it, and one may compile for all.
+    ``saved(recipe with its fields, placement, evaluation's rows, keeps, folder given for them)``
+    compiles the programs. Where the run ``keeps`` them it loads those that the same run has made
+    before. All processes call it, and one may compile for all.
 
     Of records: ``announced(run_dir)`` says whether a plan.json, which announces runs, lies beside
     ``run_dir``, and ``announcement_of(run_dir, recipe hash, seed, steps)`` returns what it
@@ -118,7 +123,7 @@ class Hooks:
         checked.compile_together
     )
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
-    saved: Callable[[LoadedRecipe, Placement, int, bool], Program] = made_anew
+    saved: Callable[[LoadedRecipe, Placement, int, bool, Path | None], Program] = made_anew
     announced: Callable[[Path | None], bool] = unannounced
     announcement_of: Callable[[Path | None, str, int, int | None], Announced | None] = (
         nobody_announces

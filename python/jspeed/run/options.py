@@ -61,6 +61,9 @@ class Options:
             (TPU) splash.
         table: Where a table that is updated row by row lies: device, or host (in this machine's
             memory, served by Rust); default: on the devices if it fits there.
+        programs: Load the run's compiled programs from this folder, and save there those that it
+            lacks: for this machine and others like it, instead of the cache folder. They are code:
+            take a folder that nobody else can write.
         preflight: Check attention and FP8 on the device before the clock, and fall back where one
             fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
@@ -104,6 +107,7 @@ class Options:
     micro_batch: Annotated[Count | None, Wants("TOKENS")] = None
     attention: Annotated[str | None, Wants("BACKEND")] = None
     table: Annotated[str | None, Wants("PLACE")] = None
+    programs: Folder | None = None
     preflight: bool = True
     target_loss: Annotated[float | None, Wants("LOSS")] = None
     max_minutes: Annotated[Positive | None, Wants("M")] = None

@@ -62,6 +62,10 @@ from jspeed.run.hooks import NO_HOOKS, Hooks
 from jspeed.run.options import Options, check_options
 from jspeed.run.run_directory import RunDirectory, open_run_directory
 
+MAKES_ITS_OWN = (
+    "only jspeed run takes programs that were made elsewhere, and a preregistered run makes its own"
+)
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -123,6 +127,8 @@ def set_up(
     announced = hooks.announced(options.run_dir)
     use_compile_cache(announced)
     saves = saves and not announced
+    if options.programs is not None and not saves:
+        raise BadInput(f"--programs: {MAKES_ITS_OWN}; leave it out")
     loaded, placement = load_recipe_and_placement(options, hooks)
     tables = None
     if loaded.recipe.on_host:
@@ -343,7 +349,7 @@ def compile_and_warm_up(
 
     def build(placement: Placement) -> Program:
         with checked_if_it_fails(loaded):
-            return hooks.saved(loaded, placement, len(rows), saves)
+            return hooks.saved(loaded, placement, len(rows), saves, options.programs)
 
     while True:
         with clock.section("compile"):

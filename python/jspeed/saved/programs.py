@@ -13,6 +13,10 @@ Only the command ``jspeed run`` keeps files: who calls :func:`jspeed.run.train.t
 changed functions that no file tells of. A preregistered run makes its own programs. JAX's own cache
 is left out: XLA for CPUs cannot serialise what was loaded.
 
+A folder that the user gives (``--programs``) may have been filled elsewhere. Its lists name modules
+by what follows an entry of ``sys.path``, and each by its content; where none is for this run, a
+line says what differs. Files are code, so they are the user's, or of the folder's owner.
+
 Of several processes whose machines are alike, the first compiles for all: no two then run what was
 tuned apart.
 """
@@ -23,14 +27,14 @@ import os
 import pickle
 import platform
 import re
-import site
 import sys
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -39,15 +43,16 @@ from jax.stages import Compiled, Lowered
 from jspeed.base import processes
 from jspeed.base.compile_cache import without_compile_cache
 from jspeed.base.compiler import Compile, options_for
-from jspeed.base.files import PROGRAMS, cache_folder, sha256_of, write_whole
+from jspeed.base.files import PROGRAMS, cache_folder, write_whole
 from jspeed.base.jax_versions import from_machine_code, machine_code
-from jspeed.errors import BadInput, say, type_and_line
+from jspeed.errors import BadInput, say, type_and_line, writable_folder
 from jspeed.record import provenance
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.compute.step import draw, unchanged, without_jit
 from jspeed.run.evidence.source import beyond
 from jspeed.run.find_recipe import LoadedRecipe
+from jspeed.saved.modules import changed, seen
 
 MOST = 2**31  # bytes of the folder: the files that were not used for longest go first
 SUFFIX = ".saved"
@@ -58,17 +63,22 @@ FACTS = ("micro_tokens", "eval_rows", "head_chunk", "remat", "parts", "inside")
 
 class Store:
     """Executables by name, with their machine code, for the devices of a placement; as files too
-    where there is a ``folder``."""
+    where there is a ``folder``, which the user may have ``given``."""
 
-    def __init__(self, placement: Placement, folder: Path | None = None) -> None:
+    def __init__(
+        self, placement: Placement, folder: Path | None = None, given: bool = False
+    ) -> None:
         self.devices = list(placement.mesh.devices.flat)
         self.folder = folder
+        self.given = given
         self.code: dict[str, Any] = {}
         self.names: dict[int, str] = {}  # by the executable's id
 
     def find(self, name: str) -> Any:
         """Return the executable called ``name``; None where there is none that can be used."""
-        kept = self.code.get(name) or (read(self.folder / name) if self.folder else None)
+        kept = self.code.get(name)
+        if kept is None and self.folder:
+            kept = read(self.folder / name, self.given)
         if kept is None:
             return None
         try:
@@ -87,14 +97,18 @@ class Store:
                 self.code[name], self.names[id(made)] = kept, name
 
 
-def programs_of_run(loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool) -> Program:
+def programs_of_run(
+    loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool, given: Path | None = None
+) -> Program:
     """Return what :func:`jspeed.run.compute.program.compile_program` does. A run that ``keeps``
-    programs loads those that it has saved, and saves what it compiles.
+    programs loads those that it has saved, and saves what it compiles: in the folder ``given``, or
+    the cache folder's.
 
-    Several processes call this together; what fails on the first, fails on all.
+    Several processes call this together; what fails on the first, fails on all. Raises
+    :class:`BadInput` where the given folder is missing and cannot be made.
     """
     several = processes.count() > 1
-    store = Store(placement, folder() if keeps else None)
+    store = Store(placement, folder(given) if keeps else None, given is not None)
     if without_jit() or (not alike(placement) if several else store.folder is None):
         return compile_program(loaded.recipe, placement, rows)
     make = partial(loaded_or_compiled, loaded, placement, rows, store)
@@ -108,8 +122,13 @@ def programs_of_run(loaded: LoadedRecipe, placement: Placement, rows: int, keeps
     return found or compile_program(loaded.recipe, placement, rows)
 
 
-def folder() -> Path | None:
-    """Return the folder of programs; None where nothing may be kept."""
+def folder(given: Path | None = None) -> Path | None:
+    """Return the folder of programs, the ``given`` one or the cache folder's; None where nothing
+    may be kept."""
+    if given:
+        if not given.is_dir():
+            writable_folder(given, "the folder of programs")
+        return given
     if not jax.config.values["jax_enable_compilation_cache"]:
         return None
     with suppress(BadInput, OSError):
@@ -121,7 +140,9 @@ def folder() -> Path | None:
 
 def alike(placement: Placement) -> bool:
     """Whether what is compiled in one process is machine code for all."""
-    return len(set(processes.gather("surroundings", digest(*surroundings(placement))))) == 1
+    return (
+        len(set(processes.gather("surroundings", digest(*surroundings(placement).values())))) == 1
+    )
 
 
 def from_first(make: Callable[[], Program], store: Store) -> Program | tuple[Any, dict[str, Any]]:
@@ -139,7 +160,8 @@ def from_first(make: Callable[[], Program], store: Store) -> Program | tuple[Any
             ended.append(error)
             return pickle.dumps((isinstance(error, BadInput), str(error)))
         description = described(program, store.names)
-        return pickle.dumps((description, store.code if description else {}))
+        code = {name: store.code[name] for name in executables(description)} if description else {}
+        return pickle.dumps((description, code))
 
     answer = processes.first("programs", send)
     for end in ended:
@@ -156,16 +178,26 @@ def loaded_or_compiled(
     loaded: LoadedRecipe, placement: Placement, rows: int, store: Store
 ) -> Program:
     """Return the program that ``store`` has a list of, or compile what is not in it."""
-    around = surroundings(placement)
-    recipe = loaded.hash, loaded.recipe.eval_max_doc_len, rows, *loaded.recipe.on_host
-    here = sys.prefix, __file__  # another installation has other modules: a list of its own
-    list_name = f"{loaded.recipe.name}-{digest(*around, *here, *recipe)}{SUFFIX}"
-    if store.folder and (program := follow(store.folder / list_name, placement, store)):
-        return program
+    recipe, around = loaded.recipe, surroundings(placement)
+    made_for = {
+        "recipe, with its fields": loaded.hash,
+        "longest document of an evaluation": recipe.eval_max_doc_len,
+        "rows of an evaluation": rows,
+        "tables on the host": " ".join(recipe.on_host),
+        **around,
+    }
+    # another installation has other modules: a list of its own, but in a folder for several
+    here = () if store.given else (sys.prefix, __file__)
+    list_name = f"{recipe.name}-{digest(*made_for.values(), *here)}{SUFFIX}"
+    if store.folder:
+        if program := follow(store.folder / list_name, placement, store):
+            return program
+        if store.given and not (store.folder / list_name).exists():
+            say_what_differs(store.folder, recipe.name, made_for)
 
     def build(lowered: Lowered, how: Compile) -> Compiled:
         trees = lowered.args_info, lowered.in_tree, lowered.out_tree
-        name = f"{digest(*around, *trees, lowered.as_text())}{SUFFIX}"
+        name = f"{digest(*around.values(), *trees, lowered.as_text())}{SUFFIX}"
         made = store.find(name)
         if made is None:
             made = how(lowered)
@@ -173,30 +205,71 @@ def loaded_or_compiled(
         return made
 
     with without_compile_cache():
-        program = compile_program(loaded.recipe, placement, rows, build=build)
+        program = compile_program(recipe, placement, rows, build=build)
     if store.folder:
-        if not any(unrepeatable(loaded.source)):
-            make_list(store.folder / list_name, program, store.names)
-        make_room(store.folder)
+        why = next(unrepeatable(loaded.source), None)
+        if not why and not make_list(store.folder / list_name, program, store, made_for):
+            why = "has programs that cannot be saved there"
+        if why and store.given:
+            say(f"note: starts with --programs {store.folder} trace {recipe.name} again: it {why}")
+        if not store.given:
+            make_room(store.folder)
     return program
 
 
-def surroundings(placement: Placement) -> tuple[Any, ...]:
-    """Return what else machine code depends on: devices and what they are used for, versions,
-    settings, processor."""
+def say_what_differs(folder: Path, name: str, made_for: Mapping[str, Any]) -> None:
+    """Say why no list in a given ``folder`` is for this run of the recipe called ``name``, by the
+    one that differs least; nothing where there is none of it."""
+    lists = folder.glob(f"{name}-{'[0-9a-f]' * 32}{SUFFIX}")
+    kept = [each["made for"] for each in (read(path, given=True) for path in lists) if each]
+    unlike = [
+        [what for what, value in made_for.items() if each.get(what) != str(value)] for each in kept
+    ]
+    if not unlike:
+        return
+    fewest, each = min(zip(unlike, kept, strict=True), key=lambda pair: len(pair[0]))
+    words = each.get(fewest[0], "").split(), str(made_for[fewest[0]]).split()
+    expected, found = (
+        shorten(" ".join(word for word in own if word not in other), 100) or "nothing more"
+        for own, other in (words, words[::-1])
+    )
+    say(
+        f"note: the programs of {name} in {folder} are not used: {fewest[0]}: expected {expected},"
+        f" found {found}"
+    )
+
+
+def surroundings(placement: Placement) -> dict[str, Any]:
+    """Return what else machine code depends on, by its name: devices and what they are used for,
+    versions, settings, processor."""
     device, mesh = placement.device, placement.mesh
     client = mesh.devices.flat[0].client
-    settings = [item for item in jax.config.values.items() if not NO_MATTER.fullmatch(item[0])]
+    settings = {n: v for n, v in jax.config.values.items() if not NO_MATTER.fullmatch(n)}
     found = {"checks": (), "refused": (), "calls": None, "less": ()}  # which change no program
     own = vars(device) | found | {"custom_kernels": sorted(device.custom_kernels)}
-    return (
-        placement.layout, placement.micro_batches, own,
-        dict(mesh.shape), [each.id for each in mesh.devices.flat], len(client.devices()),
-        processes.count(),
-        provenance.devices(), client.platform_version, instructions(), sys.version,
-        provenance.versions(),
-        options_for(device.platform), os.environ.get("XLA_FLAGS"), sorted(settings),
-    )  # fmt: skip
+    options = options_for(device.platform) or {}
+    return {
+        "processor's instructions": instructions(),
+        **{f"devices' {name}": value for name, value in provenance.devices().items()},
+        "numbers of devices": [each.id for each in mesh.devices.flat],
+        "devices of a process": len(client.devices()),
+        "processes": processes.count(),
+        **{f"version of {name}": value for name, value in provenance.versions().items()},
+        "Python": sys.version,
+        "XLA": client.platform_version,
+        "mesh": words(mesh.shape),
+        "layout": placement.layout,
+        "micro-batches": placement.micro_batches,
+        "device": words(own),
+        "XLA's options": words(options),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
+        "JAX's settings": words(dict(sorted(settings.items()))),
+    }
+
+
+def words(named: Mapping[str, Any]) -> str:
+    """Return names with their values, a word each if they have no spaces."""
+    return " ".join(f"{name}={value}" for name, value in named.items())
 
 
 def instructions() -> str:
@@ -244,6 +317,13 @@ def described(program: Program, names: Mapping[int, str]) -> dict[str, Any] | No
     }
 
 
+def executables(description: Mapping[str, Any]) -> list[str]:
+    """Return the names of all executables of a :func:`described` program."""
+    steps = chain.from_iterable(description["steps"])
+    last = description["at_end"]
+    return [*description["others"], description["sums"], *steps, *([last] if last else [])]
+
+
 def made_of(description: Mapping[str, Any], placement: Placement, store: Store) -> Program | None:
     """Return the program of a :func:`described` one; None where ``store`` lacks a part of it."""
     find = cache(store.find)
@@ -258,18 +338,21 @@ def made_of(description: Mapping[str, Any], placement: Placement, store: Store) 
     )  # fmt: skip
 
 
-def make_list(path: Path, program: Program, names: Mapping[int, str]) -> None:
-    """Write the list of the files of ``program``, where it has all."""
-    if description := described(program, names):
-        save(path, {**description, "modules": {path: facts(path) for path in modules()}})
+def make_list(path: Path, program: Program, store: Store, made_for: Mapping[str, Any]) -> bool:
+    """Write the list of the files of ``program``, which is ``made_for`` what is said so; return
+    whether it has all and there was room."""
+    description = described(program, store.names)
+    named = {what: str(value) for what, value in made_for.items()}
+    more = {"made for": named, "modules": seen(store.given)}
+    return description is not None and save(path, {**description, **more})
 
 
 def follow(path: Path, placement: Placement, store: Store) -> Program | None:
     """Return the program whose list is at ``path``; None without one, or where it does not hold."""
-    if (kept := read(path)) is None:
+    if (kept := read(path, store.given)) is None:
         return None
-    if changed := stale(kept["modules"]):
-        say(f"note: programs are compiled again: {changed} has changed since they were saved")
+    if other := changed(kept["modules"], store.given):
+        say(f"note: programs are compiled again: {other} has changed since they were saved")
         return None
     return made_of(kept, placement, store)
 
@@ -283,18 +366,20 @@ def save(path: Path, content: Any) -> bool:
     return False
 
 
-def read(path: Path) -> Any:
+def read(path: Path, given: bool = False) -> Any:
     """Return what was saved at ``path``; None where nothing was, or, with a line, where it is
-    damaged or another user's."""
+    damaged or another user's. In a folder that was ``given`` its owner's files are taken too."""
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():  # it would be run as this user
+            owners = {os.geteuid()} | ({path.parent.stat().st_uid} if given else set())
+            if os.fstat(file.fileno()).st_uid not in owners:  # it would be run as this user
                 raise ValueError("it is another user's")
             head, packed = file.readline(), file.read()
         if head != HEAD + hashlib.sha256(packed).hexdigest().encode() + b"\n":
             raise ValueError("it is damaged")
         kept = pickle.loads(zlib.decompress(packed))
-        os.utime(path)  # when it was used
+        with suppress(OSError):  # of a folder that is only read
+            os.utime(path)  # when it was used
         return kept
     except FileNotFoundError:
         return None
@@ -317,39 +402,3 @@ def make_room(folder: Path) -> None:
             left -= size
             with suppress(OSError):
                 path.unlink()
-
-
-def modules() -> list[str]:
-    """Return the files of all modules that are loaded now, but of the one that started the
-    command."""
-    loaded = [module for name, module in list(sys.modules.items()) if name != "__main__"]
-    return sorted({path for module in loaded if (path := getattr(module, "__file__", None))})
-
-
-def stale(before: Mapping[str, str]) -> str | None:
-    """Return the path of a module that is not what it was ``before``; or that is loaded now, was
-    not then, and is of no package."""
-    packages = f"{Path(__file__).parents[1]}{os.sep}", *installed()
-    changed = (path for path, what in before.items() if facts(path) != what)
-    more = (path for path in modules() if path not in before and not path.startswith(packages))
-    return next(changed, None) or next(more, None)
-
-
-def facts(path: str) -> str:
-    """Return the SHA-256 of a file; of an installed package's its size and time of change; "" of
-    one that is gone."""
-    try:
-        if path.startswith(installed()):
-            status = os.stat(path)
-            return f"{status.st_size} {status.st_mtime_ns}"
-        return sha256_of(Path(path))
-    except OSError:
-        return ""
-
-
-@cache
-def installed() -> tuple[str, ...]:
-    """Return the folders of Python's own and of installed modules."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    paths = {sysconfig.get_paths()[name] for name in names} | {site.getusersitepackages()}
-    return tuple(f"{path}{os.sep}" for path in paths)

@@ -52,6 +52,7 @@ REFUSED = {  # options that a series does not take, and why
         ("coordinator", "processes", "process_id"), "runs are made in one process each"
     ),
     "seed": "the plan gives the seeds",
+    "programs": "planned runs make their own",
 }
 P = 0.01  # below it the last line of a series says significant; the board uses the track's own rule
 
