@@ -52,12 +52,12 @@ def refused(tmp_path: Path, **variables: str) -> str:
 CONSTANTS = """
 import json, sys
 import jax
-from jspeed.model.layers import key_of, row_keys
+from jspeed.model.layers import key_of, lane_keys
 from jspeed.speedrun.ngrams import signs
 
 def constants():
     tokens = jax.numpy.arange(40).reshape(1, 40)
-    found = signs(tokens, 48), jax.random.key_data(key_of(3)), row_keys(1, 2, 3, 4)
+    found = signs(tokens, 48), jax.random.key_data(key_of(3)), lane_keys(1, 2, 3, 4)
     return [x.tolist() for x in found]
 
 usual = constants()

@@ -127,7 +127,7 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
 def test_more_documents_than_attention_has_room_for(refused, tmp_path):
     folder = gpt2_like_shards(tmp_path / "shards")
     sets = [*TOYS["r21"], "MAX_DOCS=1", "LANE_LEN=64", "EVAL_LEN=320"]
-    words = ["a validation row of 320 tokens holds", "room for 5"]
+    words = ["a validation lane of 320 tokens holds", "room for 5"]
     refused(words, "r21", "--data", folder, "--set", *sets)
 
 

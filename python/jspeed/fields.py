@@ -314,7 +314,7 @@ def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
 class Stage:
     """Consecutive steps of the same array shapes, compiled once.
 
-    ``lane_len``, the length of a row of the batch, and ``max_doc_len`` are tokens. ``max_docs``
+    ``lane_len``, the length of a lane, and ``max_doc_len`` are tokens. ``max_docs``
     caps the documents in one lane. ``windows`` holds one attention window per layer: how many
     tokens a query sees, itself included; an empty tuple means the whole lane before it. ``scored``
     is how many tokens of the vocabulary a training step scores, where that is a sample

@@ -123,17 +123,17 @@ def entries_of(table: Mapping[str, Any], layers: int) -> dict[str, int]:
 class Context:
     """What ``forward`` and ``loss`` get besides parameters and tokens.
 
-    All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to
+    All but ``step`` and ``first_lane`` is fixed at compile time. ``attention`` is the backend to
     call :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8
     matrices: ``native``, ``emulated`` (operands widened to the compute dtype, no faster) or
     ``missing``; ``kernels`` are those that may replace parts of the recipe
     (:mod:`jspeed.model.custom_kernels`), None: not known. ``blocks`` is :func:`run_blocks`, or what
     the layout puts in its place.
-    In training ``step`` is the number of steps before this one and ``first_row`` the global index
-    of this micro-batch's first row (int32 scalars); random keys derive from both
-    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh.
+    In training ``step`` is the number of steps before this one and ``first_lane`` the global index
+    of this micro-batch's first lane (int32 scalars); random keys derive from both
+    (:func:`jspeed.model.layers.lane_keys`), so they are the same on any mesh.
     ``sub_lanes``: into how many sub-lanes each lane is split (1: not split).
-    ``head_chunk``: how many tokens of a row a loss computes logits for at once, None: all.
+    ``head_chunk``: how many tokens of a lane a loss computes logits for at once, None: all.
     ``fetch(table, ids, kernel=None)`` looks up rows of a table with a ``row`` axis, on any
     device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers
     itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``tokenizer_mask``, in an
@@ -149,7 +149,7 @@ class Context:
     kernels: "Mapping[str, Kernel] | None" = None
     blocks: Callable[..., Any] = run_blocks
     step: jax.Array | int = 0
-    first_row: jax.Array | int = 0
+    first_lane: jax.Array | int = 0
     sub_lanes: int = 1
     head_chunk: int | None = None
     fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, kernel=None: table_VD[ids_BT]
@@ -235,8 +235,8 @@ class Recipe:
     returns the weighted sum of the token losses or another objective, and the losses ``[B, T]``.
     These are in nats (fp32, no gradient), maybe estimates by a sampled softmax. ``optimizer()``
     returns an optax transformation over the whole parameter tree. The global batch is ``lanes``
-    rows of ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first
-    ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with ``eval_windows``
+    lanes of ``stage.lane_len`` tokens on any number of devices. Evaluation reads the first
+    ``eval_tokens`` tokens of the validation shards in lanes of ``eval_len``, with ``eval_windows``
     instead of the last stage's windows if given. A run sets ``eval_max_doc_len``, their longest
     document in tokens, by its data.
 
@@ -320,8 +320,8 @@ class Recipe:
         """Steps of all stages together."""
         return sum(stage.steps for stage in self.stages)
 
-    def row_words(self, length: int) -> int:
-        """Numbers of a row of ``length`` inputs on its way to the devices: its tokens, one more,
+    def lane_words(self, length: int) -> int:
+        """Numbers of a lane of ``length`` inputs on its way to the devices: its tokens, one more,
         and what is beside them."""
         return length + 1 + length * (self.beside.words if self.beside else 0)
 
@@ -336,14 +336,14 @@ class Recipe:
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return (slash-joined path, leaf) of every row of a parameter table, or of any tree, in pytree
+    """Return (slash-joined path, leaf) of every ParamSpec of a table, or of any tree, in pytree
     order."""
     flat = jax.tree.leaves_with_path(tree)
     return [("/".join(str(getattr(key, "key", key)) for key in path), leaf) for path, leaf in flat]
 
 
 def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *trees: Any) -> Any:
-    """Apply ``function`` to every row of a parameter table, and the leaves of ``trees`` like it;
+    """Apply ``function`` to every ParamSpec of a table, and the leaves of ``trees`` like it;
     keep the tree."""
     return jax.tree.map(function, parameters, *trees)
 
@@ -363,10 +363,10 @@ def without_sparse(recipe: Recipe, tree: Any) -> Any:
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
     """Draw every parameter, each with its own key (its index in the table folded in), or that of
     the one that it is ``init_like``."""
-    rows = leaves(parameters)
-    index = {path: n for n, (path, _) in enumerate(rows)}
-    keys = [jax.random.fold_in(key, index[spec.init_like or path]) for path, spec in rows]
+    specs = leaves(parameters)
+    index = {path: n for n, (path, _) in enumerate(specs)}
+    keys = [jax.random.fold_in(key, index[spec.init_like or path]) for path, spec in specs]
     arrays = [
-        spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)
+        spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, specs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)

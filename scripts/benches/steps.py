@@ -21,7 +21,7 @@ from benches.synthetic import lanes_of, vocabulary
 from jspeed.base.compiler import memory_needed
 from jspeed.data import Shards
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.parallel.mesh import batch_rows, put_rows, replicated
+from jspeed.parallel.mesh import batch_lanes, put_lanes, replicated
 from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage
 from jspeed.record.sizes import flops_per_token, scored_heads
@@ -207,7 +207,7 @@ def run(
     is divided by their number. Not for long: hundreds of steps on one batch leave a loss of 0, and
     Muon's updates, as large for the smallest gradient, then lead anywhere, NaN included.
     """
-    rows = batch_rows(setting.mesh)
+    rows = batch_lanes(setting.mesh)
     loader = None
     feed: Iterator[Any] = itertools.repeat(None)
     if setting.shards:
@@ -218,7 +218,7 @@ def run(
 
     def placed(batch: Any) -> jax.Array:
         return (
-            put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
+            put_lanes(batch.tokens.astype(recipe.data.dtype, copy=False), rows)
             if loader
             else resident
         )

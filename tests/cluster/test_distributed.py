@@ -73,13 +73,13 @@ PLACES = """
     distributed.initialise()
     import jax
     from jspeed.data import TokenLoader, open_shards
-    from jspeed.parallel.mesh import batch_rows, make_mesh, put_rows
+    from jspeed.parallel.mesh import batch_lanes, make_mesh, put_lanes
 
     place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     with TokenLoader(open_shards([pathlib.Path(sys.argv[1])]), lanes=64, lane_len=31, **place) as \
 loader:
         batch = next(loader)
-    array = put_rows(batch.tokens, batch_rows(make_mesh({"data": 8})))
+    array = put_lanes(batch.tokens, batch_lanes(make_mesh({"data": 8})))
     parts = {shard.index[0].start or 0: shard.data.tolist() for shard in array.addressable_shards}
     print(json.dumps({"local": batch.tokens.shape, "global": array.shape, "parts": parts}))
 """

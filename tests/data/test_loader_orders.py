@@ -13,7 +13,7 @@ from jspeed import recipe
 from jspeed.data import Shuffle, Stage, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
-from jspeed.parallel.mesh import put_rows
+from jspeed.parallel.mesh import put_lanes
 
 from .on_disk import shards_of, wide_bytes
 
@@ -122,7 +122,7 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
     shards = shards_of(np.resize(np.arange(9), 999))
     batch = next(TokenLoader(shards, max_docs=3, **arguments))
     with jax.transfer_guard("disallow"):
-        tokens = put_rows(batch.tokens, sharding)
+        tokens = put_lanes(batch.tokens, sharding)
     assert tokens.shape == (4, 7) and tokens.dtype == np.uint16
     assert len(tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(tokens, batch.tokens)

@@ -13,7 +13,7 @@ from jspeed.host_table import in_run, shares
 from jspeed.host_table import load as load_table
 from jspeed.host_table.shares import Share
 from jspeed.inference.trained import load_model
-from jspeed.parallel.mesh import row_shards
+from jspeed.parallel.mesh import lane_shards
 from jspeed.parallel.sharded_table import requests
 from jspeed.recipe import ParamSpec
 from jspeed.run.compute import division, host_tables
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 def divided(monkeypatch):
     """One process divides a table between its devices as several would."""
     for module in (host_tables, shares, division):
-        monkeypatch.setattr(module, "owners_of", row_shards)
+        monkeypatch.setattr(module, "owners_of", lane_shards)
 
 
 def start_two(folder, name, *more, script="speedrun.py"):

@@ -191,7 +191,7 @@ def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
         assert found.loss == pytest.approx(math.log(272), abs=1e-5)
         assert found.tokens == found.bytes == count // 16 * 16
         assert found.bits_per_byte == pytest.approx(math.log2(272), abs=1e-5)
-    refused("--tokens 8: .* rows of 16", score.validate, model(), tmp_path, 8)
+    refused("--tokens 8: .* lanes of 16", score.validate, model(), tmp_path, 8)
     record = {"name": "t_val_000000.bin", "split": "val", "bytes": 5024, "sha256": "0" * 64}
     facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256, "source": {}}
     manifest = manifest_of([record | {"tokens": 2000, "documents": 0}], facts)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model.layers import dropout, row_keys
+from jspeed.model.layers import dropout, lane_keys
 from jspeed.recipe import Context
 from jspeed.run.compute import score
 from jspeed.run.find_recipe import find
@@ -16,7 +16,7 @@ from ..toys import TOYS, first_parameters
 
 
 def masks(rows, step=0, first=0, seed=0, calls=2):
-    keys, found = row_keys(seed, jnp.int32(step), jnp.int32(first), rows), []
+    keys, found = lane_keys(seed, jnp.int32(step), jnp.int32(first), rows), []
     for _ in range(calls):
         x, keys = dropout(jnp.ones((rows, 16, 8)), keys, 0.1)
         found.append(np.asarray(x))
@@ -46,7 +46,7 @@ def test_a_sharded_mask_is_that_of_one_device():
     mesh, rows = mesh_of(data=4, model=2), PartitionSpec("data")
 
     def on_device(x):
-        keys = row_keys(3, jnp.int32(5), 2 * jax.lax.axis_index("data"), 2)
+        keys = lane_keys(3, jnp.int32(5), 2 * jax.lax.axis_index("data"), 2)
         x, keys = dropout(x, keys, 0.1)
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(None, None, "model"))
         return dropout(x, keys, 0.5)[0]
@@ -56,12 +56,12 @@ def test_a_sharded_mask_is_that_of_one_device():
     )
     x = jax.random.normal(jax.random.key(0), (8, 16, 64))
     found = jax.jit(spread)(jax.device_put(x, NamedSharding(mesh, rows)))
-    x, keys = dropout(x, row_keys(3, jnp.int32(5), 0, 8), 0.1)
+    x, keys = dropout(x, lane_keys(3, jnp.int32(5), 0, 8), 0.1)
     np.testing.assert_array_equal(found, dropout(x, keys, 0.5)[0])
 
 
 def test_without_a_rate_nothing_changes():
-    x, keys = jnp.ones((2, 4, 3), jnp.bfloat16), row_keys(0, 0, 0, 2)
+    x, keys = jnp.ones((2, 4, 3), jnp.bfloat16), lane_keys(0, 0, 0, 2)
     assert dropout(x, keys, 0.0) == (x, keys)
     assert dropout(x, keys, 0.5)[0].dtype == jnp.bfloat16
 

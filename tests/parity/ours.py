@@ -13,7 +13,7 @@ import optax
 
 from jspeed.data import TokenLoader, find_split
 from jspeed.optim.muon import MuonState
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.mesh import batch_lanes, make_mesh
 from jspeed.recipe import Context, Recipe, Stage, init_parameters
 from jspeed.run.compute import program, score, step
 from jspeed.run.compute.device import device_of
@@ -176,7 +176,7 @@ def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[
             placement, index = place(recipe, mesh, "zero1", device), recipe.stages.index(stage)
             compiled[key] = program.fit(recipe, placement, index, number % recipe.period)[0]
         state, metrics = compiled[key](
-            state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh))
+            state, jax.device_put(np.asarray(tokens, np.uint16), batch_lanes(mesh))
         )
         found.append(float(metrics["loss"]))
     return found, jax.tree.map(np.asarray, state["params"])

@@ -12,7 +12,7 @@ from jspeed import recipe as r
 from jspeed.corpus import named_data_sets
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.mesh import batch_lanes, make_mesh
 from jspeed.recipes import microgpt_names as names
 from jspeed.record import sizes
 from jspeed.run.compute import gradients, program, step
@@ -159,7 +159,7 @@ def one_step(tokens, devices, parts):
     execute, *_ = program.fit(
         RECIPE, place(RECIPE, mesh, "zero1", device_of(mesh, micro_batch=micro)), 0
     )
-    state, metrics = execute(state, jax.device_put(tokens, batch_rows(mesh)))
+    state, metrics = execute(state, jax.device_put(tokens, batch_lanes(mesh)))
     return state["params"], float(metrics["loss"])
 
 

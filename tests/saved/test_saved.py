@@ -16,7 +16,7 @@ import pytest
 
 from jspeed.base.files import PROGRAMS, cache_folder
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows
+from jspeed.parallel.mesh import batch_lanes
 from jspeed.record.provenance import PACKAGE
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
@@ -80,7 +80,7 @@ def tried(*sets, recipe="stdlib", mesh=None, rows=ROWS, given=None):
 def losses(program, recipe, mesh, count=3):
     state, found = program.init(7), []
     for tokens in batches(recipe, count):
-        state, made = program.steps[0][0](state, jax.device_put(tokens, batch_rows(mesh)))
+        state, made = program.steps[0][0](state, jax.device_put(tokens, batch_lanes(mesh)))
         found.append(float(made["loss"]))
     return found
 
@@ -91,7 +91,7 @@ def test_what_is_loaded_is_what_was_compiled(folder, no_compiler):
     assert not first.loaded and len(list(folder.iterdir())) == 5  # four executables and a list
     no_compiler()
     again = tried()
-    assert again.loaded and again.parts == first.parts and again.eval_rows == first.eval_rows
+    assert again.loaded and again.parts == first.parts and again.eval_lanes == first.eval_lanes
     assert again.need == first.need
     assert programs_of(again)["sha256"] == programs_of(first)["sha256"]
     assert again.host_calls() == set() and vars(again.inside["step"]) == vars(first.inside["step"])

@@ -125,16 +125,16 @@ NAMES = {
     "jspeed.parallel.sparse_rows": ("Pending",),
     "jspeed.parallel.mesh": (
         "MOST_DEVICES",
-        "batch_rows",
+        "batch_lanes",
         "check_xla_flags",
         "find_devices",
         "make_mesh",
         "mesh_for",
         "parse_mesh",
         "put",
-        "put_rows",
+        "put_lanes",
         "whole",
-        "row_shards",
+        "lane_shards",
     ),
     "jspeed.parallel.replicas": ("drift",),
     "jspeed.recipe": (
@@ -277,7 +277,7 @@ NAMES = {
     "jspeed.run.evidence.probes": (
         "evaluate_holdout",
         "evaluations_after",
-        "sha256_of_rows",
+        "sha256_of_lanes",
     ),
     "jspeed.run.evidence.source": ("beyond",),
     "jspeed.run.evidence.unread": ("evaluate_unread",),

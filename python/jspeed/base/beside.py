@@ -1,7 +1,7 @@
-"""Numbers beside the tokens of a row: what a recipe may ask for, and the loader that gives them.
+"""Numbers beside the tokens of a lane: what a recipe may ask for, and the loader that gives them.
 
-A row of a batch is then its tokens, and behind them what is known of each input: one array, whose
-rows are divided over devices and micro-batches as ever. Imports no jax.
+A lane of a batch is then its tokens, and behind them what is known of each input: one array, whose
+lanes are divided over devices and micro-batches as ever. Imports no jax.
 """
 
 import sys
@@ -16,7 +16,7 @@ class Knowing(Protocol):
     """A loader that knows something of tokens, from the batches that it has handed out."""
 
     def looked_up(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """Return rows of ``tokens`` (ids ``[B, T + 1]``) with what is known of them so far."""
+        """Return lanes of ``tokens`` (ids ``[B, T + 1]``) with what is known of them so far."""
         ...
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class Knowing(Protocol):
 
 
 class Beside(Protocol):
-    """A recipe's field ``beside``: what its rows carry. ``name`` is that of its section in
+    """A recipe's field ``beside``: what its lanes carry. ``name`` is that of its section in
     run.json."""
 
     name: str
@@ -75,14 +75,14 @@ def defined_as(beside: Beside) -> str | None:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def split(beside: Beside | None, rows: Any) -> tuple[Any, Any]:
-    """Return the tokens ``[B, T + 1]`` of ``rows`` (NumPy's or JAX's), and what is beside them;
+def split(beside: Beside | None, lanes: Any) -> tuple[Any, Any]:
+    """Return the tokens ``[B, T + 1]`` of ``lanes`` (NumPy's or JAX's), and what is beside them;
     None where a recipe asks for nothing."""
     if beside is None:
-        return rows, None
-    length = (rows.shape[1] - 1) // (1 + beside.words)
-    words_BTW = rows[:, length + 1 :].reshape(rows.shape[0], length, beside.words)
-    return rows[:, : length + 1], beside.unpack(words_BTW)
+        return lanes, None
+    length = (lanes.shape[1] - 1) // (1 + beside.words)
+    words_BTW = lanes[:, length + 1 :].reshape(lanes.shape[0], length, beside.words)
+    return lanes[:, : length + 1], beside.unpack(words_BTW)
 
 
 def looked_up(loader: Any, tokens: NDArray[Any]) -> NDArray[Any]:

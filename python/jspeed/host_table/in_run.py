@@ -33,7 +33,7 @@ from jspeed.errors import BadInput
 from jspeed.host_table.checkpoint import load_share, save
 from jspeed.host_table.pinned import Buffer, fetched, to_host
 from jspeed.host_table.shares import LEFT_OUT, Share, neighbours, share_of
-from jspeed.parallel.mesh import batch_rows, put_rows, whole
+from jspeed.parallel.mesh import batch_lanes, put_lanes, whole
 from jspeed.recipe import ParamSpec, Recipe, Stage
 from jspeed.run.compute.accumulators import number_due
 from jspeed.run.compute.device import Placement
@@ -96,7 +96,7 @@ class TablesOfRun:
             return program.init(seed)
 
         def in_parts(run: Callable[..., Any], tokens: int) -> Callable[..., Any]:
-            parts, rows = eval_parts(recipe, program.eval_rows, mesh, tokens)
+            parts, rows = eval_parts(recipe, program.eval_lanes, mesh, tokens)
             return partial(self._evaluate, recipe, mesh, run, rows // parts)
 
         accuracy = program.accuracy and in_parts(program.accuracy, recipe.eval_len)
@@ -162,7 +162,7 @@ class TablesOfRun:
         device."""
         if self._share.owners == 1:
             return own
-        return whole(put_rows(own, batch_rows(self._mesh)))
+        return whole(put_lanes(own, batch_lanes(self._mesh)))
 
     def _make(self, path: str) -> RowTable:
         return make(path, self._specs[path], self._share, self._beside)
@@ -182,7 +182,7 @@ class TablesOfRun:
 
         def call(state: Any, tokens: NDArray[Any]) -> tuple[Any, dict[str, jax.Array]]:
             with jax.transfer_guard("allow"):
-                placed = put_rows(self._share.lanes(tokens), batch_rows(mesh))
+                placed = put_lanes(self._share.lanes(tokens), batch_lanes(mesh))
                 found, given = self._given(self._named(inputs(tokens)), mesh)
             state, metrics = step(state, placed, given)
             with jax.transfer_guard("allow"):
@@ -214,7 +214,7 @@ class TablesOfRun:
             for first in range(0, len(arrays[0]), at_once):
                 part = [array[first : first + at_once] for array in arrays]
                 named = self._named(split(recipe.beside, part[0])[0][:, :-1])
-                placed = (put_rows(self._share.lanes(array), batch_rows(mesh)) for array in part)
+                placed = (put_lanes(self._share.lanes(array), batch_lanes(mesh)) for array in part)
                 found.append(run(params, *placed, impossible, self._given(named, mesh)[1]))
                 if len(found) > 1:  # one is in flight while the next rows are gathered
                     found[-2] = np.asarray(found[-2])
@@ -235,7 +235,9 @@ class TablesOfRun:
         given = self._gather(found, mesh)
         if share.owners == 1:
             return found, given
-        ids = {path: put_rows(share.lanes(rows), batch_rows(mesh)) for path, rows in named.items()}
+        ids = {
+            path: put_lanes(share.lanes(rows), batch_lanes(mesh)) for path, rows in named.items()
+        }
         return found, {path: Asked(ids[path], given[path]) for path in given}
 
     def _gather(self, found: Found, mesh: Mesh) -> dict[str, jax.Array]:
@@ -261,7 +263,7 @@ class TablesOfRun:
         if (path, shape) not in self._buffers:
             devices, owners = self._share.devices, self._share.owners
             whole = (shape[0] // devices * owners, *shape[1:], self._tables[path].width)
-            fresh = [Buffer(whole, batch_rows(mesh)) for _ in range(BUFFERS)]
+            fresh = [Buffer(whole, batch_lanes(mesh)) for _ in range(BUFFERS)]
             self._buffers[path, shape] = cycle(fresh)
         return next(self._buffers[path, shape])
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jspeed.base import processes
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows
+from jspeed.parallel.mesh import batch_lanes
 from jspeed.parallel.sharded_table import capacity
 from jspeed.recipe import ParamSpec
 from jspeed.run.compute.host_tables import owners_of, part_of
@@ -84,7 +84,7 @@ def share_of(mesh: Mesh) -> Share:
     owners = owners_of(mesh)
     if owners == 1:
         return Share(1, 0, 1)
-    places = batch_rows(mesh).addressable_devices_indices_map((owners,)).values()
+    places = batch_lanes(mesh).addressable_devices_indices_map((owners,)).values()
     starts = {place[0].start or 0 for place in places if place}
     return Share(owners, min(starts), len(starts))
 

@@ -30,7 +30,7 @@ from jspeed.run.compute.program import Program, compile_evaluation, state_shardi
 from jspeed.run.evidence import probes
 from jspeed.run.evidence.carried import carried
 from jspeed.run.evidence.foreign_code import allow
-from jspeed.run.evidence.probes import evaluate_holdout, sha256_of_rows
+from jspeed.run.evidence.probes import evaluate_holdout, sha256_of_lanes
 from jspeed.run.evidence.source import beyond
 from jspeed.run.evidence.unread import evaluate_unread
 from jspeed.run.export import FILE, read_parameters
@@ -124,14 +124,14 @@ def ready(run: Run, recipe: Path, weights: Path, data: Path | None) -> tuple[Set
     params = jax.tree.map(put, read_parameters(weights, known), shardings)
     inside, at_once = Inside(), placement.device.at_once
     padded, compiled = compile_evaluation(
-        known, placement, at_once, len(of_data.rows), inside=inside
+        known, placement, at_once, len(of_data.lanes), inside=inside
     )
     none: Any = None  # it has no steps
     program = Program(
         none, (), compiled, none, at_once, padded,
         inside={"evaluation": inside}, others=(compiled,),
     )  # fmt: skip
-    validation = evaluate.to_devices(of_data.rows, padded, known, placement.mesh)
+    validation = evaluate.to_devices(of_data.lanes, padded, known, placement.mesh)
     if of_data.byte_pairs:
         validation.tokenizer_mask = evaluate.tokenizer_mask(
             known, of_data.byte_pairs, placement.mesh
@@ -148,13 +148,13 @@ def rescore(run: Run, setup: Setup, params: Any) -> Rescored:
     second: Any = None
     if "unread" in run:
         second = evaluate_unread(setup, run["steps"], params)
-    elif "holdout" in run and (holdout := setup.data.holdout) and len(holdout.rows):
+    elif "holdout" in run and (holdout := setup.data.holdout) and len(holdout.lanes):
         second = evaluate_holdout(setup, holdout, params)
     held = carried(setup.recipe, setup.program)
     return Rescored(
         evaluate.weighted_mean(losses, setup.validation),
         second and (second["val_loss"], second["sha256"]),
-        probes.causality_of_run(setup, params, setup.data.rows, losses, again),
+        probes.causality_of_run(setup, params, setup.data.lanes, losses, again),
         held["numbers"]["evaluation"] if held else 0,
         held["places"]["evaluation"] if held else 0,
         sorted(setup.program.host_calls(evaluation=True)),
@@ -164,7 +164,7 @@ def rescore(run: Run, setup: Setup, params: Any) -> Rescored:
 def findings(run: Run, setup: Setup, rescored: Rescored) -> Iterator[Finding]:
     """Yield what is found of the parameters of ``run``, one thing after the other."""
     recorded = run["val_loss"]
-    digest = sha256_of_rows(setup.data.rows, setup)
+    digest = sha256_of_lanes(setup.data.lanes, setup)
     yield Finding("validation tokens", digest[:12], digest == run["data"]["val_sha256"])
     same = recorded is not None and abs(rescored.loss - recorded) <= SAME
     yield Finding("validation loss", f"{rescored.loss:.5f}, recorded {recorded}", same)

@@ -85,10 +85,10 @@ def validate(
     recipe = replace(model.recipe, data=known, eval_tokens=tokens or model.recipe.eval_tokens)
     if recipe.eval_tokens < recipe.eval_len:
         raise BadInput(
-            f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least"
-            " as many"
+            f"--tokens {tokens}: the model is evaluated in lanes of {recipe.eval_len}; give at"
+            " least as many"
         )
-    rows = evaluate.read_rows(find_split(folder, "val"), recipe)
+    rows = evaluate.read_lanes(find_split(folder, "val"), recipe)
     placement = Placement(model.mesh, DEFAULT_LAYOUT, device_of(model.mesh, recipe=recipe))
     console = Console(stderr=True, highlight=False)
     placement = hooks().preflight(recipe, placement, console)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
+from jspeed.model.kv_cache import CacheStep, active_cache, write_lanes
 
 if TYPE_CHECKING:
     from jspeed.model.custom_kernels import Kernel
@@ -260,7 +260,7 @@ def _require_apart(scale: float, width: int) -> None:
 def _over_heads(path, q_BTHK, k_BTHK, v_BTHK, documents):
     """Run ``path(q, k, v, documents)`` with heads sharded over the mesh axes that XLA partitions.
 
-    ``documents``, an array of the rows or None, is the same for every head.
+    ``documents``, an array of the lanes or None, is the same for every head.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
@@ -280,20 +280,20 @@ def _over_heads(path, q_BTHK, k_BTHK, v_BTHK, documents):
 
 
 def _continue_document_ids(cache: CacheStep, ids_BT: jax.Array) -> jax.Array:
-    """Continue numbering documents after the last token of each row in ``cache``, and append the
+    """Continue numbering documents after the last token of each lane in ``cache``, and append the
     numbers to it."""
     before_B = jnp.take_along_axis(
         cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1
     )[:, 0]
     ids_BT += jnp.where(cache.start_B > 0, before_B, 0)[:, None]
     cache.cache = cache.cache._replace(
-        documents_BS=write_rows(cache.cache.documents_BS, ids_BT, cache.start_B)
+        documents_BS=write_lanes(cache.cache.documents_BS, ids_BT, cache.start_B)
     )
     return ids_BT
 
 
 def _cached(cache: CacheStep, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
-    """Attend from the next tokens of each row to themselves and to the row's cached tokens."""
+    """Attend from the next tokens of each lane to themselves and to the lane's cached tokens."""
     k_BSHK, v_BSHK = cache.append(k_BTHK), cache.append(v_BTHK)
     seen_BTS = cached_mask(cache, q_BTHK.shape[1], k_BSHK.shape[1], documents, window)
     return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
@@ -420,19 +420,19 @@ def _cut(x_BT: jax.Array, size: int) -> jax.Array:
     """Cut axis 1 into pieces of ``size``, the last padded with zeros: ``[B, T, ...]`` to ``[N, B,
     size, ...]``.
 
-    Queries of the padding see their own padded key, so that no row of scores is empty and no
+    Queries of the padding see their own padded key, so that no line of scores is empty and no
     gradient NaN.
     """
-    rows, length, *rest = x_BT.shape
+    lanes, length, *rest = x_BT.shape
     pieces = -(-length // size)
     x_BT = jnp.pad(x_BT, [(0, 0), (0, pieces * size - length)] + [(0, 0)] * len(rest))
-    return jnp.moveaxis(x_BT.reshape(rows, pieces, size, *rest), 1, 0)
+    return jnp.moveaxis(x_BT.reshape(lanes, pieces, size, *rest), 1, 0)
 
 
 def _join(x_NBS: jax.Array) -> jax.Array:
     """Undo :func:`_cut`, padding kept: ``[N, B, size, ...]`` to ``[B, N * size, ...]``."""
-    pieces, rows, size, *rest = x_NBS.shape
-    return jnp.moveaxis(x_NBS, 0, 1).reshape(rows, pieces * size, *rest)
+    pieces, lanes, size, *rest = x_NBS.shape
+    return jnp.moveaxis(x_NBS, 0, 1).reshape(lanes, pieces * size, *rest)
 
 
 def without_own_value(

@@ -2,7 +2,7 @@
 
 Recipes need no code for it. While a cache is active, the primitives of ``jspeed.model`` that look
 across positions (attention, alone, in pairs and composed; rotary, rotate, positions, position_ids,
-token_before, shift_right, find_documents) treat their tokens as the next ones of each row, and
+token_before, shift_right, find_documents) treat their tokens as the next ones of each lane, and
 append them. A recipe that looks across positions in another way cannot decode token by token.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 class Cache(NamedTuple):
-    """Per row: token ids, document ids, and the arrays that primitives cache; capacity S tokens.
+    """Per lane: token ids, document ids, and the arrays that primitives cache; capacity S tokens.
 
     ``tokens_BS`` and ``documents_BS`` are int32; ``kept`` holds an array ``[B, S, ...]`` for each
     call of :meth:`CacheStep.append`, in order: keys and values of attention, arrays to be shifted
@@ -29,7 +29,7 @@ class Cache(NamedTuple):
 
 
 class CacheStep:
-    """A cache while ``tokens`` tokens per row are traced through a model: it reads and replaces
+    """A cache while ``tokens`` tokens per lane are traced through a model: it reads and replaces
     arrays in the order in which primitives are called.
 
     Where a primitive has several positions per token (paired heads), its arrays, cached ones
@@ -51,11 +51,11 @@ class CacheStep:
         self.shapes = shapes
 
     def start_of(self, length: int) -> jax.Array:
-        """Start of the next ``length`` entries of each row: int32 ``[B]``."""
+        """Start of the next ``length`` entries of each lane: int32 ``[B]``."""
         return length // self.tokens * self.start_B
 
     def positions_BT(self, length: int) -> jax.Array:
-        """Positions of the next ``length`` entries of each row: int32 ``[B, length]``."""
+        """Positions of the next ``length`` entries of each lane: int32 ``[B, length]``."""
         return self.start_of(length)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
     def append(self, x_BT: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ class CacheStep:
             self.shapes.append(jax.ShapeDtypeStruct(x_BT.shape, x_BT.dtype))
             return x_BT
         kept = list(self.cache.kept)
-        kept[call] = write_rows(kept[call], x_BT, self.start_of(x_BT.shape[1]))
+        kept[call] = write_lanes(kept[call], x_BT, self.start_of(x_BT.shape[1]))
         self.cache = self.cache._replace(kept=tuple(kept))
         return kept[call]
 
@@ -88,18 +88,18 @@ def use_cache(cache: CacheStep) -> Iterator[CacheStep]:
         _active.reset(token)
 
 
-def empty(forward: Callable[[jax.Array], jax.Array], rows: int, size: int) -> Cache:
-    """Return an empty cache for ``size`` tokens of ``forward`` of int32 tokens ``[rows, T]``."""
-    nothing = jnp.zeros((rows, size), jnp.int32)
+def empty(forward: Callable[[jax.Array], jax.Array], lanes: int, size: int) -> Cache:
+    """Return an empty cache for ``size`` tokens of ``forward`` of int32 tokens ``[lanes, T]``."""
+    nothing = jnp.zeros((lanes, size), jnp.int32)
     shapes: list[jax.ShapeDtypeStruct] = []
 
     def trace(tokens_BT: jax.Array) -> None:
-        start_B = jnp.zeros(rows, jnp.int32)
+        start_B = jnp.zeros(lanes, jnp.int32)
         with use_cache(CacheStep(Cache(tokens_BT, tokens_BT, ()), start_B, 1, shapes)):
             forward(tokens_BT)
 
-    jax.eval_shape(trace, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    kept = (jnp.zeros((rows, size * x.shape[1], *x.shape[2:]), x.dtype) for x in shapes)
+    jax.eval_shape(trace, jax.ShapeDtypeStruct((lanes, 1), jnp.int32))
+    kept = (jnp.zeros((lanes, size * x.shape[1], *x.shape[2:]), x.dtype) for x in shapes)
     return Cache(nothing, nothing, tuple(kept))
 
 
@@ -109,19 +109,19 @@ def advance(
     start_B: jax.Array,
     tokens_BT: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """Return the cache with ``tokens_BT`` (int32) at ``start_B`` (int32 ``[B]``) of each row, and
+    """Return the cache with ``tokens_BT`` (int32) at ``start_B`` (int32 ``[B]``) of each lane, and
     ``forward`` of them.
 
-    All ``start_B`` + T must be at most S. Entries after a row's last token are ignored.
+    All ``start_B`` + T must be at most S. Entries after a lane's last token are ignored.
     """
-    cache = cache._replace(tokens_BS=write_rows(cache.tokens_BS, tokens_BT, start_B))
+    cache = cache._replace(tokens_BS=write_lanes(cache.tokens_BS, tokens_BT, start_B))
     with use_cache(CacheStep(cache, start_B, tokens_BT.shape[1])) as now:
         result = forward(tokens_BT)
     return now.cache, result
 
 
-def write_rows(x_BS: jax.Array, new_BT: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write ``new_BT`` into ``x_BS``, each row from its ``start_B`` on."""
+def write_lanes(x_BS: jax.Array, new_BT: jax.Array, start_B: jax.Array) -> jax.Array:
+    """Write ``new_BT`` into ``x_BS``, each lane from its ``start_B`` on."""
     return jax.vmap(
-        lambda row, new, start: jax.lax.dynamic_update_slice_in_dim(row, new, start, 0)
+        lambda lane, new, start: jax.lax.dynamic_update_slice_in_dim(lane, new, start, 0)
     )(x_BS, new_BT.astype(x_BS.dtype), start_B)

@@ -168,7 +168,7 @@ def positions(table_PD: jax.Array, length: int) -> jax.Array:
 
 
 def position_ids(length: int) -> jax.Array:
-    """Return the position of each of ``length`` tokens in its row: int32 ``[1, T]``, or with a KV
+    """Return the position of each of ``length`` tokens in its lane: int32 ``[1, T]``, or with a KV
     cache ``[B, T]``."""
     cache = active_cache()
     return (
@@ -225,16 +225,18 @@ def key_of(seed: int | jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
 
 
-def row_keys(seed: int, step: jax.Array | int, first_row: jax.Array | int, rows: int) -> jax.Array:
-    """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32
-    ``[B, 2]``.
+def lane_keys(
+    seed: int, step: jax.Array | int, first_lane: jax.Array | int, lanes: int
+) -> jax.Array:
+    """Return random keys for ``lanes`` lanes of a batch from ``first_lane`` (int32 scalar) on:
+    uint32 ``[B, 2]``.
 
-    A key depends only on ``seed``, ``step`` and the row's index in the global batch
-    (``Context.step``, ``Context.first_row``). So it is the same on any mesh and with any
+    A key depends only on ``seed``, ``step`` and the lane's index in the global batch
+    (``Context.step``, ``Context.first_lane``). So it is the same on any mesh and with any
     micro-batch.
     """
     at_step = jax.random.fold_in(key_of(seed), step)
-    numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)
+    numbers_B = first_lane + jnp.arange(lanes, dtype=jnp.int32)
     return jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(at_step, number)))(
         numbers_B
     )
@@ -245,7 +247,7 @@ def dropout(x_BTD: jax.Array, keys_B2: jax.Array, rate: float) -> tuple[jax.Arra
     rate`` (Srivastava et al. 2014), and the keys for the next call: passed on from layer to layer,
     each has its own.
 
-    ``keys_B2`` come from :func:`row_keys`. With ``rate`` 0 nothing is drawn.
+    ``keys_B2`` come from :func:`lane_keys`. With ``rate`` 0 nothing is drawn.
     """
     if not rate:
         return x_BTD, keys_B2

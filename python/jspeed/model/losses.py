@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 LogitsOf: TypeAlias = Callable[[Any, jax.Array], jax.Array]
-"""A head's parameters and its input, any ``t`` tokens of each row, to raw logits ``[B, t, V]``."""
+"""A head's parameters and its input, any ``t`` tokens of each lane, to raw logits ``[B, t, V]``."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Head:
     """What gives logits, and how a loss in training treats them."""
 
     logits: LogitsOf
-    # Tokens of each row whose logits exist at a time; None: all.
+    # Tokens of each lane whose logits exist at a time; None: all.
     chunk: int | None = None
     # Raw logits to what loss and gradient read: what lies in memory between them.
     keep: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = as_made
@@ -122,7 +122,7 @@ def multi_token_targets(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the next N tokens of every position as its targets, ``[N, B, T]``, and their weights.
 
-    The n-th weighs ``weights_BT`` x ``shares_N[n]``, or nothing where the row ends before it:
+    The n-th weighs ``weights_BT`` x ``shares_N[n]``, or nothing where the lane ends before it:
     multi-token prediction with one head (modded-nanogpt, record 53).
     """
     late, length = range(len(shares_N)), targets_BT.shape[1]
@@ -279,7 +279,7 @@ def rescale_gradients(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array,
 
 def total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
     """Return the weighted sum of all losses: fp32 scalar."""
-    # Row by row first: a flat fp32 sum over all tokens depends on how rows are sharded over
+    # Row by lane first: a flat fp32 sum over all tokens depends on how lanes are sharded over
     # devices.
     return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 
@@ -290,7 +290,7 @@ def over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | 
     length = arrays_BT[0].shape[1]
     size = min(chunk or length, length)
     # A loop, because unrolled chunks do not depend on each other: the GPU scheduler then starts
-    # all their matmuls at once (26 GB instead of 2 for an evaluation row of 16 chunks).
+    # all their matmuls at once (26 GB instead of 2 for an evaluation lane of 16 chunks).
     looped = length // size if length > size else 0
     parts = []
     if looped:

@@ -143,7 +143,7 @@ def _attend(
         earlier = jnp.arange(size)[None, None] < cache.positions_BT(length)[..., None]
         seen_BTS = earlier & cached_mask(cache, length, size, documents, window + 1)
         return _of_block(read, none_K, q_BTK, targets_BT, k_BSK, cache.cache.tokens_BS, seen_BTS)
-    rows, length = tokens_BT.shape
+    lanes, length = tokens_BT.shape
     size = min(window, length)
     cut = partial(in_blocks, size=size)
     with_before = with_block_before if length > size else lambda x_BNI, fill=0: x_BNI
@@ -164,7 +164,7 @@ def _attend(
         of_block, jax.tree.map(partial(jnp.moveaxis, source=1, destination=0), arrays)
     )
     join = partial(jnp.moveaxis, source=0, destination=1)
-    return jax.tree.map(lambda x: join(x).reshape(rows, -1, *x.shape[3:])[:, :length], found)
+    return jax.tree.map(lambda x: join(x).reshape(lanes, -1, *x.shape[3:])[:, :length], found)
 
 
 def _of_block(

@@ -111,7 +111,7 @@ def shift_right(x_BT: jax.Array) -> jax.Array:
     """
     if cache := active_cache():
         position_BT = cache.positions_BT(x_BT.shape[1]) - 1
-        before_BT = jax.vmap(lambda row, position: row[position])(
+        before_BT = jax.vmap(lambda lane, position: lane[position])(
             cache.append(x_BT), jnp.maximum(position_BT, 0)
         )
         return jnp.where(jnp.expand_dims(position_BT < 0, range(2, x_BT.ndim)), 0, before_BT)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.errors import BadInput, first_line, nearest
-from jspeed.parallel.mesh import ROW_AXES
+from jspeed.parallel.mesh import LANE_AXES
 from jspeed.parallel.pipeline import pipeline
 from jspeed.recipe import (
     SMALL,
@@ -122,9 +122,9 @@ def _trace_loss(recipe: Recipe, mesh: Mesh | None = None, **how: Any) -> None:
         return recipe.loss(*arrays, ctx)
 
     if mesh is not None:
-        rows = {axis for axis in ROW_AXES if axis in mesh.shape}
+        lanes = {axis for axis in LANE_AXES if axis in mesh.shape}
         loss = jax.shard_map(
-            loss, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, axis_names=rows, check_vma=False
+            loss, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, axis_names=lanes, check_vma=False
         )
     jax.eval_shape(loss, params, ids, ids, weights)
 
@@ -265,9 +265,9 @@ def owned(spec: ParamSpec, placed: PartitionSpec) -> bool:
     return "row" in spec.axes and sharded_dim(placed) == spec.axes.index("row")
 
 
-def rows_only(specs: Any) -> Any:
+def lanes_only(specs: Any) -> Any:
     """Return the tree ``specs`` without ``model``, which XLA partitions."""
-    return jax.tree.map(lambda spec: _only(spec, ROW_AXES), specs)
+    return jax.tree.map(lambda spec: _only(spec, LANE_AXES), specs)
 
 
 def only_model(spec: PartitionSpec) -> PartitionSpec:
@@ -313,7 +313,9 @@ def reduce_gradient(mesh: Mesh, x: jax.Array, spec: PartitionSpec, done: bool = 
     if dim is not None and not done:
         x = _on_parts(partial(_scattered, dim=dim), spec)(x)
     others = tuple(
-        axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and sharded_dim(spec, axis) is None
+        axis
+        for axis in LANE_AXES
+        if mesh.shape.get(axis, 1) > 1 and sharded_dim(spec, axis) is None
     )
     return _on_parts(lambda x: jax.lax.psum(x, others), spec)(x) if others else x
 
@@ -368,7 +370,7 @@ def scan_blocks(
 
 
 def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
-    """Return the :attr:`Context.blocks` of ``layout``; a pipeline takes the rows in ``parts``
+    """Return the :attr:`Context.blocks` of ``layout``; a pipeline takes the lanes in ``parts``
     micro-batches."""
     how = find_layout(layout)
     if not recipe.alike:

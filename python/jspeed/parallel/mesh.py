@@ -17,7 +17,7 @@ from jspeed.errors import BadInput, first_line, nearest
 AXES = ("data", "model", "pipe")
 MOST_DEVICES = 2**20
 MOST_CPU_DEVICES = 256  # each has threads of its own
-ROW_AXES = ("data", "pipe")  # the mesh axes that shard the rows of a batch
+LANE_AXES = ("data", "pipe")  # the mesh axes that shard the lanes of a batch
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -103,8 +103,8 @@ def make_mesh(
     """Build a mesh over ``devices`` (all of them): ``axes`` in order, or one ``data`` axis. Axes
     are of type Auto.
 
-    With several processes ``data`` must come first: the loader gives each process neighbouring rows
-    of the batch.
+    With several processes ``data`` must come first: the loader gives each process neighbouring
+    lanes of the batch.
     """
     devices = find_devices() if devices is None else devices
     available = len(devices)
@@ -163,16 +163,16 @@ def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def put_rows(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Put a batch on the devices, of which every process has some of the rows: ``[rows of all
+def put_lanes(local_lanes: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put a batch on the devices, of which every process has some of the lanes: ``[lanes of all
     processes, ...]``.
 
-    ``sharding`` must give each process the rows that its ``process_index`` counts as its own.
+    ``sharding`` must give each process the lanes that its ``process_index`` counts as its own.
     """
     # With several processes JAX does not see that this copy is meant, and a loop's transfer guard
     # would refuse it.
     with jax.transfer_guard_host_to_device("allow"):
-        return jax.make_array_from_process_local_data(sharding, local_rows)
+        return jax.make_array_from_process_local_data(sharding, local_lanes)
 
 
 def whole(array: jax.Array) -> np.ndarray:
@@ -188,18 +188,18 @@ def _same(array: jax.Array) -> jax.Array:
     return array
 
 
-def rows_spec(mesh: Mesh) -> PartitionSpec:
-    """The PartitionSpec of an array of rows: its first axis over every axis of ``mesh`` that shards
-    rows."""
-    axes = tuple(axis for axis in ROW_AXES if axis in mesh.shape)
+def lanes_spec(mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of an array of lanes: its first axis over every axis of ``mesh`` that
+    shards lanes."""
+    axes = tuple(axis for axis in LANE_AXES if axis in mesh.shape)
     return PartitionSpec(axes if len(axes) > 1 else axes[0])
 
 
-def row_shards(mesh: Mesh) -> int:
-    """Number of shards of the rows of a batch."""
-    return math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
+def lane_shards(mesh: Mesh) -> int:
+    """Number of shards of the lanes of a batch."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in LANE_AXES)
 
 
-def batch_rows(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: rows (the first axis) in lane order."""
-    return NamedSharding(mesh, rows_spec(mesh))
+def batch_lanes(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: lanes (the first axis) in lane order."""
+    return NamedSharding(mesh, lanes_spec(mesh))

@@ -16,17 +16,17 @@ def bubble(stages: int, parts: int) -> float:
 
 def pipeline(stage: Callable[[Any], Any], x: Any, parts: int) -> Any:
     """Inside ``shard_map``: apply the ``stage`` of every device along mesh axis ``pipe``, in order,
-    to the rows of all.
+    to the lanes of all.
 
-    ``x`` is a tree of arrays ``[rows, ...]``. Each device passes its own rows and gets its own rows
-    back, so outside the pipeline ``pipe`` acts as a data axis. The rows of all are taken in
+    ``x`` is a tree of arrays ``[lanes, ...]``. Each device passes its own lanes and gets them
+    back, so outside the pipeline ``pipe`` acts as a data axis. The lanes of all are taken in
     ``parts`` micro-batches, which must divide them. A stage keeps its input of every tick for the
     gradient, which flows back the same way.
     """
     axis = "pipe"
     stages, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    rows = jax.lax.all_gather(x, axis, axis=0, tiled=True)
-    micro = jax.tree.map(lambda r: r.reshape(parts, -1, *r.shape[1:]), rows)
+    lanes = jax.lax.all_gather(x, axis, axis=0, tiled=True)
+    micro = jax.tree.map(lambda r: r.reshape(parts, -1, *r.shape[1:]), lanes)
 
     def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
         own = jax.tree.map(lambda m: m[jnp.minimum(number, parts - 1)], micro)
@@ -41,4 +41,4 @@ def pipeline(stage: Callable[[Any], Any], x: Any, parts: int) -> Any:
         last = jnp.where(index == stages - 1, done[stages - 1 :].reshape(like.shape), 0)
         return jax.lax.psum_scatter(last, axis, scatter_dimension=0, tiled=True)
 
-    return jax.tree.map(back, done, rows)
+    return jax.tree.map(back, done, lanes)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
-from jspeed.parallel.mesh import row_shards
+from jspeed.parallel.mesh import lane_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_sparse
 from jspeed.record.sizes import is_matrix
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Asked, Device
@@ -126,8 +126,8 @@ def memory(
         parameters=local_bytes(state["params"]),
         optimizer=local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes
-        // row_shards(mesh)
-        * recipe.row_words(stage.lane_len)
+        // lane_shards(mesh)
+        * recipe.lane_words(stage.lane_len)
         * recipe.data.dtype.itemsize,
         gathered=gathered,
         gradients=gradients + local_bytes(without_sparse(recipe, state["params"])),

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jspeed.base.compiler import has_cas_scatter
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, partitions, with_remat
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.mesh import batch_lanes, make_mesh
 from jspeed.plan import assumed, findings, hlo, predict
 from jspeed.plan.compile import (
     Step,
@@ -212,7 +212,7 @@ def find_problems(
     )
     problems = [
         *findings.redundant(matmuls, step.kernels),
-        *findings.mesh_axis_use(specs, batch_rows(mesh).spec, dict(mesh.shape)),
+        *findings.mesh_axis_use(specs, batch_lanes(mesh).spec, dict(mesh.shape)),
         *(check_shard_map(traced(mesh, step.parts)) if mesh.size > 1 else ()),
         *findings.replicated_parameters(recipe, specs, mesh),
         *findings.wide_logits(step.text, stages[-1]["micro_batch_tokens"], narrow),

@@ -580,7 +580,7 @@ def loss(
     # --- Candidates: until the last stages a lane scores a part of the vocabulary ---
     lanes, columns, e_BTD = range(len(tokens_BT)), COLUMNS[stage], None
     if columns < VOCAB:
-        starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
+        starts = [(ctx.first_lane + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
         chosen = [
             # all targets of the lane, then the next in a fixed order
             candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, starts[lane])

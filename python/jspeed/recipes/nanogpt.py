@@ -23,7 +23,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention
-from jspeed.model.layers import dropout, layer_norm, lookup, positions, row_keys
+from jspeed.model.layers import dropout, lane_keys, layer_norm, lookup, positions
 from jspeed.model.losses import Head, cross_entropy, softcap
 from jspeed.model.mlp import swiglu, swiglu_width
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, map_specs
@@ -117,7 +117,7 @@ def block(p: dict[str, jax.Array], x: Rows, ctx: Context) -> Rows:
 
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
-    keys_B2 = row_keys(DROPOUT_SEED, ctx.step, ctx.first_row, len(tokens_BT))
+    keys_B2 = lane_keys(DROPOUT_SEED, ctx.step, ctx.first_lane, len(tokens_BT))
     x_BTD = lookup(params["embed"], tokens_BT) + positions(params["positions"], tokens_BT.shape[1])
     x = dropout(x_BTD, keys_B2, DROPOUT if ctx.training else 0.0)
     x_BTD, _ = ctx.blocks(lambda p, x: block(p, x, ctx), PARAMETERS, LAYERS, params, x)

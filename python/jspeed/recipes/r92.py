@@ -543,7 +543,7 @@ def loss(
     # --- Candidates: until the last stages a lane scores a part of the vocabulary ---
     lanes, columns, e_BTD = range(len(tokens_BT)), COLUMNS[stage], None
     if columns < VOCAB:
-        starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
+        starts = [(ctx.first_lane + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
         chosen = [
             # all targets of the lane, then the next in a fixed order
             candidates(targets_BT[lane], VOCAB, columns, starts[lane])

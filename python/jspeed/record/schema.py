@@ -271,12 +271,12 @@ class Unsealed(Identity):
     code: NotRequired[Code]  # older runs have none
     unread: NotRequired[Unread]  # where the run left enough of its training text unread
     weighted: NotRequired[bool]  # val_loss is a mean with weights of the recipe's
-    # the class of the recipe's ``beside``; "": rows are tokens alone; null: of a file of its own
+    # the class of the recipe's ``beside``; "": lanes are tokens alone; null: of a file of its own
     told_by: NotRequired[str | None]
     carried: NotRequired[Carried]  # of runs whose score the trainer computed; older ones have none
     programs: NotRequired[Programs]  # of what was compiled; older runs do not say
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
-    # tokens of a row whose logits a step had at once; null, or none: all
+    # tokens of a lane whose logits a step had at once; null, or none: all
     head_chunk: NotRequired[AtLeastOne | None]
     parameter_table: NotRequired[dict[str, Parameter]]  # by name; older runs have none
     active_parameters: NotRequired[Whole]  # that a token meets: count_parameters

@@ -73,8 +73,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield from recipe.beside.problems()
     if recipe.eval_tokens < recipe.eval_len:
         yield (
-            f"eval_tokens is {recipe.eval_tokens}, less than one row of eval_len={recipe.eval_len};"
-            " give more"
+            f"eval_tokens is {recipe.eval_tokens}, less than one lane of eval_len="
+            f"{recipe.eval_len}; give more"
         )
 
 

@@ -16,7 +16,7 @@ from jspeed.base.beside import Knowing
 from jspeed.data import Shards, TokenLoader, canonical_mask
 from jspeed.data.tokens import GPT2, GPT2_BOS
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows, put, replicated
+from jspeed.parallel.mesh import batch_lanes, put, replicated
 from jspeed.recipe import Recipe
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
@@ -27,15 +27,15 @@ from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
 @dataclass
 class ValidationSet:
-    """Rows of validation tokens on the devices: ``[padded rows, Recipe.row_words(eval_len)]`` of
-    ``Data.dtype``, and their ``targets`` ``[padded rows, eval_len]``.
+    """Lanes of validation tokens on the devices: ``[padded lanes, Recipe.lane_words(eval_len)]`` of
+    ``Data.dtype``, and their ``targets`` ``[padded lanes, eval_len]``.
 
     The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a
     target in the loss. ``tokenizer_mask`` is that of :class:`~jspeed.recipe.Context` for a
     canonical recipe; until it is known nothing is impossible.
     """
 
-    rows: jax.Array
+    lanes: jax.Array
     targets: jax.Array
     count: int
     tokens: int
@@ -45,20 +45,20 @@ class ValidationSet:
     @property
     def evaluated(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """What an evaluation takes besides parameters."""
-        return self.rows, self.targets, self.tokenizer_mask
+        return self.lanes, self.targets, self.tokenizer_mask
 
 
-class HoldoutRows(NamedTuple):
-    """Rows of a second range of the validation tokens, ``[rows, eval_len + 1]``, from token
+class HoldoutLanes(NamedTuple):
+    """Lanes of a second range of the validation tokens, ``[lanes, eval_len + 1]``, from token
     ``first`` on."""
 
     first: int
-    rows: np.ndarray
+    lanes: np.ndarray
 
     @property
     def note(self) -> str | None:
         """What to say where the shards end before it."""
-        if len(self.rows):
+        if len(self.lanes):
             return None
         return (
             f"the validation shards end before token {self.first:,}: the track's second range is"
@@ -66,7 +66,7 @@ class HoldoutRows(NamedTuple):
         )
 
 
-def read_holdout(shards: Shards, recipe: Recipe, first: int | None) -> HoldoutRows | None:
+def read_holdout(shards: Shards, recipe: Recipe, first: int | None) -> HoldoutLanes | None:
     """Return a second range, from token ``first`` on and as long as the first; None: none.
 
     Nothing is trained, stopped or chosen by this range: its loss is computed once, after the clock
@@ -75,15 +75,15 @@ def read_holdout(shards: Shards, recipe: Recipe, first: int | None) -> HoldoutRo
     if first is None:
         return None
     skipped = -(-max(first, recipe.eval_tokens) // recipe.eval_len)
-    return HoldoutRows(skipped * recipe.eval_len, read_rows(shards, recipe, skipped))
+    return HoldoutLanes(skipped * recipe.eval_len, read_lanes(shards, recipe, skipped))
 
 
-def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
-    """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id
-    only a target.
+def read_lanes(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
+    """Read the evaluation lanes: ``[lanes, eval_len + 1]`` as stored, contiguous, each lane's last
+    id only a target.
 
-    All of ``recipe.eval_tokens`` where the shards hold them after ``skipped`` rows, else as many
-    whole rows as they do. Raises :class:`BadInput` when they hold less than a row in all.
+    All of ``recipe.eval_tokens`` where the shards hold them after ``skipped`` lanes, else as many
+    whole lanes as they do. Raises :class:`BadInput` when they hold less than a lane in all.
     """
     wanted = recipe.eval_tokens // recipe.eval_len
     loader = TokenLoader(
@@ -95,38 +95,38 @@ def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
         prefetch=0,
     )
     with loader:
-        rows = [np.array(batch.tokens[0]) for batch in islice(loader, skipped, skipped + wanted)]
-    return np.stack(rows) if rows else np.empty((0, recipe.eval_len + 1), shards.dtype)
+        lanes = [np.array(batch.tokens[0]) for batch in islice(loader, skipped, skipped + wanted)]
+    return np.stack(lanes) if lanes else np.empty((0, recipe.eval_len + 1), shards.dtype)
 
 
-def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
-    """Raise :class:`BadInput` when a row holds more than ``most`` documents, which attention has no
-    room for."""
-    documents = 1 + int(np.max(np.sum(rows[:, 1:-1] == recipe.data.bos_id, axis=1)))
+def check_documents(lanes: np.ndarray, recipe: Recipe, most: int | None) -> None:
+    """Raise :class:`BadInput` when a lane holds more than ``most`` documents, which attention has
+    no room for."""
+    documents = 1 + int(np.max(np.sum(lanes[:, 1:-1] == recipe.data.bos_id, axis=1)))
     if most and documents > most:
         raise BadInput(
-            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {documents}"
+            f"recipe {recipe.name}: a validation lane of {recipe.eval_len} tokens holds {documents}"
             f" documents but attention has room for {most} (its share of MAX_DOCS); --set a larger"
             " MAX_DOCS or a shorter EVAL_LEN"
         )
 
 
-def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
-    """Return the tokens of the longest document within a row; a row begins with one, whatever its
+def longest_document(lanes: np.ndarray, recipe: Recipe) -> int:
+    """Return the tokens of the longest document within a lane; a lane begins with one, whatever its
     first token."""
-    starts = rows[:, :-1] == recipe.data.bos_id
+    starts = lanes[:, :-1] == recipe.data.bos_id
     starts[:, 0] = True
     return int(np.max(np.diff(np.flatnonzero(starts), append=starts.size)))
 
 
-def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
-    """Put the rows on the devices, with empty ones after them up to ``padded``, and zeros behind
+def to_devices(lanes: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
+    """Put the lanes on the devices, with empty ones after them up to ``padded``, and zeros behind
     tokens alone."""
-    shape = padded, recipe.row_words(recipe.eval_len)
-    array = put_padded(rows, shape, recipe.data.dtype, mesh)
-    wanted = rows[:, 1 : recipe.eval_len + 1]
+    shape = padded, recipe.lane_words(recipe.eval_len)
+    array = put_padded(lanes, shape, recipe.data.dtype, mesh)
+    wanted = lanes[:, 1 : recipe.eval_len + 1]
     targets = put_padded(wanted, (padded, recipe.eval_len), recipe.data.dtype, mesh)
-    mean = float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
+    mean = float(mean_weight(recipe, lanes[:, : recipe.eval_len + 1]))
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(
@@ -134,27 +134,27 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
             out_shardings=replicated(mesh),
         )
         nothing = zeros()
-    return ValidationSet(array, targets, len(rows), len(rows) * recipe.eval_len, mean, nothing)
+    return ValidationSet(array, targets, len(lanes), len(lanes) * recipe.eval_len, mean, nothing)
 
 
-def look_up(validation: ValidationSet, rows: np.ndarray, loader: Any, mesh: Mesh) -> None:
-    """Put what ``loader`` knows so far of validation ``rows`` behind them on the devices; without
+def look_up(validation: ValidationSet, lanes: np.ndarray, loader: Any, mesh: Mesh) -> None:
+    """Put what ``loader`` knows so far of validation ``lanes`` behind them on the devices; without
     such a loader, nothing."""
     if isinstance(loader, Knowing):
         with jax.transfer_guard("allow"):
-            validation.rows = put_padded(
-                loader.looked_up(rows), validation.rows.shape, validation.rows.dtype, mesh
+            validation.lanes = put_padded(
+                loader.looked_up(lanes), validation.lanes.shape, validation.lanes.dtype, mesh
             )
 
 
 def put_padded(
-    rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], mesh: Mesh
+    lanes: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], mesh: Mesh
 ) -> jax.Array:
-    """Put ``rows`` on the devices as the first ones of an array of this ``shape``, with zeros after
-    and behind them."""
+    """Put ``lanes`` on the devices as the first ones of an array of this ``shape``, with zeros
+    after and behind them."""
     full = np.zeros(shape, dtype)
-    full[: len(rows), : rows.shape[1]] = rows
-    return put(full, batch_rows(mesh))
+    full[: len(lanes), : lanes.shape[1]] = lanes
+    return put(full, batch_lanes(mesh))
 
 
 def byte_pairs(
@@ -199,7 +199,7 @@ def tokenizer_mask(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Ar
 def token_losses(
     evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet
 ) -> NDArray[np.float32]:
-    """Return what ``evaluate`` finds for each target of the rows that hold tokens, on the host:
+    """Return what ``evaluate`` finds for each target of the lanes that hold tokens, on the host:
     ``[count, T]``."""
     found: NDArray[np.float32] = jax.device_get(evaluate(params, *validation.evaluated))
     return found[: validation.count]
@@ -224,18 +224,18 @@ def validation_accuracy(compiled: Program, params: Any, validation: ValidationSe
     return compiled.accuracy and validation_loss(compiled.accuracy, params, validation)
 
 
-def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callable[..., jax.Array]:
-    """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: the logits of a
-    row at a time.
+def compile_accuracy(recipe: Recipe, placement: Placement, lanes: int) -> Callable[..., jax.Array]:
+    """Return ``accuracy`` of a :class:`Program` whose ``eval_lanes`` are ``lanes``: the logits of a
+    lane at a time.
 
     Raises :class:`BadInput` where these do not fit into a device's memory.
     """
     if without_jit():
-        parts, _ = program.eval_parts(recipe, rows, placement.mesh, recipe.eval_len)
+        parts, _ = program.eval_parts(recipe, lanes, placement.mesh, recipe.eval_len)
         ctx = program.eval_context(recipe, placement.device)
         return partial(eval_step, recipe, ctx, placement, parts, measure=hits)
     try:
         idle = program.idle_state_bytes(recipe, placement)
-        return program.compile_evaluation(recipe, placement, recipe.eval_len, rows, idle, hits)[1]
+        return program.compile_evaluation(recipe, placement, recipe.eval_len, lanes, idle, hits)[1]
     except BadInput as error:
         raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None

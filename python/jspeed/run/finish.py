@@ -115,7 +115,7 @@ def evaluate_and_probe(
     a run that cannot count (:func:`cut_short`)."""
     clock, program, params = history.clock, setup.program, state["params"]
     with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
-        look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
+        look_up(setup.validation, setup.data.lanes, setup.data.loader, setup.placement.mesh)
         found = token_losses(program.evaluate, params, setup.validation)
         loss = weighted_mean(found, setup.validation)
         known = history.at_validation  # of a run that stopped at its target
@@ -132,7 +132,7 @@ def evaluate_and_probe(
         return {}, None
     with clock.section("probes"), output.waiting(console, "validity probes"):
         verdicts = probes.run_all(setup, state, found, history.steps, history.stream)
-    if not setup.data.holdout or not len(setup.data.holdout.rows):
+    if not setup.data.holdout or not len(setup.data.holdout.lanes):
         return verdicts, None
     with clock.section("second range"), output.waiting(console, "second validation range"):
         return verdicts, evaluate_holdout(setup, setup.data.holdout, params)

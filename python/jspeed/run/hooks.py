@@ -44,13 +44,13 @@ def no_host_tables(recipe: Recipe, mesh: Mesh) -> HostTables:
 
 
 def made_anew(
-    loaded: LoadedRecipe, placement: Placement, rows: int, keeps: bool, given: Path | None
+    loaded: LoadedRecipe, placement: Placement, lanes: int, keeps: bool, given: Path | None
 ) -> Program:
     """Compile the programs of a run: nobody here saves any, or sends them to other processes.
     Raises BadInput where a folder for them was ``given``."""
     if given:
         raise BadInput("--programs needs jspeed.saved, which is not installed; leave it out")
-    return compile_program(loaded.recipe, placement, rows)
+    return compile_program(loaded.recipe, placement, lanes)
 
 
 def nothing(*_: object) -> None:
@@ -98,7 +98,7 @@ class Hooks:
     agree. ``faults(device, whether documents are packed, the programs' texts)`` names versions that
     are known to be bad.
 
-    ``saved(recipe with its fields, placement, evaluation's rows, keeps, folder given for them)``
+    ``saved(recipe with its fields, placement, evaluation's lanes, keeps, folder given for them)``
     compiles the programs. Where the run ``keeps`` them it loads those that the same run has made
     before. All processes call it, and one may compile for all.
 

@@ -70,7 +70,7 @@ MAKES_ITS_OWN = (
 @dataclass(frozen=True)
 class RunData:
     """What a run reads: shards of a ``folder`` with their ``manifest`` ({}: none), as batches and
-    as evaluation rows.
+    as lanes of the evaluation.
 
     ``byte_pairs`` are GPT-2's tokens, of a recipe that is canonical; ``files`` says which files the
     shards were before they were read."""
@@ -80,8 +80,8 @@ class RunData:
     shards: Shards
     val_shards: Shards
     loader: Any
-    rows: np.ndarray
-    holdout: evaluate.HoldoutRows | None
+    lanes: np.ndarray
+    holdout: evaluate.HoldoutLanes | None
     byte_pairs: Sequence[bytes]
     files: Facts
 
@@ -155,7 +155,7 @@ def set_up(
         say_opening(options, loaded, placement, data, console, hooks)
         output.notes(console, provenance.why_no_commit(commit))
         program, validation, initial, placement = compile_and_warm_up(
-            options, loaded, placement, data.rows, clock, console, hooks, saves, tables
+            options, loaded, placement, data.lanes, clock, console, hooks, saves, tables
         )
         placement = with_less_memory(loaded.recipe, program, placement, console, hooks)
         with clock.section("initial state"):
@@ -228,14 +228,14 @@ def open_data(
     check_compatible(folder, manifest, (shards, val_shards), *known)
     its = manifest["tokenizer"] if manifest else tokenizer
     byte_pairs = evaluate.byte_pairs(recipe, its, hooks.gpt2_byte_pairs)
-    rows = evaluate.read_rows(val_shards, recipe)
+    lanes = evaluate.read_lanes(val_shards, recipe)
     holdout = evaluate.read_holdout(val_shards, recipe, hooks.second_range(recipe))
-    all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
-    evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
-    recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
+    all_lanes = np.concatenate([lanes, holdout.lanes]) if holdout else lanes
+    evaluate.check_documents(all_lanes, recipe, eval_context(recipe, device).stage.max_docs)
+    recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_lanes, recipe))
     loader = open_stream(recipe, shards, options.seed, options.steps)
     data = RunData(
-        folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs, files
+        folder, manifest or {}, shards, val_shards, loader, lanes, holdout, byte_pairs, files
     )
     return replace(loaded, recipe=recipe), data
 
@@ -303,7 +303,9 @@ def say_opening(
     path = min(str(loaded.path), os.path.relpath(loaded.path), key=len)
     *chosen, first = choices(device)
     on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
-    accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
+    accumulated = (
+        "lanes (rows of a batch) / devices / lanes of a micro-batch, gradients accumulated"
+    )
     lines = [
         ("recipe", f"{path}, hash {loaded.hash[:12]}", recipe.name),
         *describe(recipe),
@@ -335,33 +337,33 @@ def compile_and_warm_up(
     options: Options,
     loaded: LoadedRecipe,
     placement: Placement,
-    rows: np.ndarray,
+    lanes: np.ndarray,
     clock: Clock,
     console: Console,
     hooks: Hooks,
     saves: bool,
     tables: HostTables | None = None,
 ) -> tuple[Program, evaluate.ValidationSet, str, Placement]:
-    """Return the largest program that a device can run, the rows on the devices, and the checksum
+    """Return the largest program that a device can run, the lanes on the devices, and the checksum
     of the first state. Last is the placement, with the settings that could be compiled. Raises
     :class:`BadInput` where none can."""
     recipe, mesh = loaded.recipe, placement.mesh
 
     def build(placement: Placement) -> Program:
         with checked_if_it_fails(loaded):
-            return hooks.saved(loaded, placement, len(rows), saves, options.programs)
+            return hooks.saved(loaded, placement, len(lanes), saves, options.programs)
 
     while True:
         with clock.section("compile"):
             program, placement = hooks.compiled(recipe, placement, console, build)
             if options.accuracy:
-                counted = evaluate.compile_accuracy(recipe, placement, program.eval_rows)
+                counted = evaluate.compile_accuracy(recipe, placement, program.eval_lanes)
                 program = replace(program, accuracy=counted)
             if tables:
                 program = tables.serve(recipe, placement, program)
         with clock.section("warm-up"), output.waiting(console, "warming up"):
             initial = checksum(program.init(options.seed), program.sums)
-            validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
+            validation = evaluate.to_devices(lanes, program.eval_lanes, recipe, mesh)
             # Evaluations are off the clock: without a limit of memory their first is soon enough.
             tried = validation.evaluated if placement.device.memory else ()
             if warm_up_fits(program, recipe, mesh, *tried):

@@ -27,7 +27,7 @@ from jspeed.base.beside import Knowing
 from jspeed.base.processes import Stop
 from jspeed.base.signals import ENDINGS, WARNINGS, handled
 from jspeed.errors import PEER_LOST, BadInput, Terminated, first_line, say
-from jspeed.parallel.mesh import batch_rows, put_rows
+from jspeed.parallel.mesh import batch_lanes, put_lanes
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now, watched
@@ -225,7 +225,7 @@ def feed(
     # from them.
     tokens = batch.tokens.astype(setup.recipe.data.dtype, copy=False)
     if not setup.program.calls:  # which take the lanes of all processes
-        tokens = put_rows(tokens, batch_rows(setup.placement.mesh))
+        tokens = put_lanes(tokens, batch_lanes(setup.placement.mesh))
     found = execute(state, tokens)
     history.data_wait_seconds += loaded - before
     history.dispatch_seconds += now() - loaded
@@ -256,7 +256,7 @@ def begin_mask(setup: Setup) -> Future[jax.Array] | None:
 def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None:
     """Evaluate, off the clock, and keep the best parameters where that is asked for."""
     with pause("evaluation"):
-        look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
+        look_up(setup.validation, setup.data.lanes, setup.data.loader, setup.placement.mesh)
         loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
         history.validated(
             loss, validation_accuracy(setup.program, state["params"], setup.validation)

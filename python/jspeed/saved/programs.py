@@ -58,7 +58,7 @@ MOST = 2**31  # bytes of the folder: the files that were not used for longest go
 SUFFIX = ".saved"
 HEAD = b"jspeed 1 "  # then the SHA-256 of what follows, and a newline
 NO_MATTER = re.compile("jax_.*(cache|log|dump|traceback|explain).*")  # settings of JAX
-FACTS = ("micro_tokens", "eval_rows", "head_chunk", "remat", "parts", "inside")
+FACTS = ("micro_tokens", "eval_lanes", "head_chunk", "remat", "parts", "inside")
 
 
 class Store:

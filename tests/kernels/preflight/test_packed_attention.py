@@ -78,7 +78,7 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
     ]
     assert found["kernels"]["checked"] == kinds
     longest = evaluate.longest_document(
-        evaluate.read_rows(*of_validation(folder)), of_validation(folder)[1]
+        evaluate.read_lanes(*of_validation(folder)), of_validation(folder)[1]
     )
     assert 16 < longest <= LONGEST and {(256, 16), (128, longest)} <= set(rows)
     assert all(probe["passed"] for probe in found["probes"].values())

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.mesh import batch_lanes, make_mesh
 from jspeed.run.compute import accumulators, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import micro_batches
@@ -60,6 +60,6 @@ def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None,
         for number, stage in enumerate(recipe.stages)
     ]
     for batch, (_, job) in zip(tokens, every_step(recipe.stages, jobs), strict=False):
-        state, metrics = fit(*job)(state, jax.device_put(batch, batch_rows(mesh)))
+        state, metrics = fit(*job)(state, jax.device_put(batch, batch_lanes(mesh)))
         losses.append(float(jax.block_until_ready(metrics["loss"])))
     return state, losses

@@ -138,7 +138,7 @@ def test_an_evaluation_that_does_not_fit_is_refused():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     small = replace(device.device_of(mesh), memory=1000)
     placed = Placement(mesh, "zero1", small)
-    refused("rows of 16 .* 0.0 GB", program.compile_evaluation, recipe, placed, 16, 1)
+    refused("lanes of 16 .* 0.0 GB", program.compile_evaluation, recipe, placed, 16, 1)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from jspeed.parallel import describe
 from jspeed.parallel import layout as layouts
-from jspeed.parallel.layout import rows_only
-from jspeed.parallel.mesh import batch_rows
+from jspeed.parallel.layout import lanes_only
+from jspeed.parallel.mesh import batch_lanes
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec
 from jspeed.run.compute import program
@@ -95,7 +95,7 @@ def test_bf16_gradients_are_summed_where_xla_partitions_too(spec):
     """XLA for CPUs turns bf16 sums into fp32, and aborts the process where JAX left a constraint in
     the sum."""
     mesh, gradient = mesh_of(data=2, model=2), jnp.arange(16, dtype=jnp.bfloat16).reshape(4, 4)
-    rows = rows_only(spec)
+    rows = lanes_only(spec)
     reduce = jax.shard_map(
         lambda x: layouts.reduce_gradient(mesh, x, spec),
         mesh=mesh,
@@ -166,7 +166,7 @@ def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
     recipe, mesh = toy("llmc", "LAYERS=1"), mesh_of(data=4, model=2)
     _, asked = program.state_shardings(recipe, "fsdp+tp", mesh)
     compiled, *_ = program.fit(recipe, place(recipe, mesh, "fsdp+tp", device_of(mesh)), 0)
-    tokens = [jax.device_put(batch, batch_rows(mesh)) for batch in batches(recipe, 3)]
+    tokens = [jax.device_put(batch, batch_lanes(mesh)) for batch in batches(recipe, 3)]
     state = start(recipe, mesh, "fsdp+tp")
     with jax.log_compiles():
         for batch in tokens:

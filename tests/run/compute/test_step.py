@@ -14,7 +14,7 @@ from jax.nn.initializers import normal
 from jspeed.base.jax_versions import scan_sizes
 from jspeed.model.layers import look_up_all
 from jspeed.parallel import layout as layouts
-from jspeed.parallel.mesh import batch_rows, replicated
+from jspeed.parallel.mesh import batch_lanes, replicated
 from jspeed.recipe import Context, ParamSpec
 from jspeed.run import evaluate
 from jspeed.run.compute import accumulators, program, step
@@ -208,7 +208,7 @@ def test_state_is_donated():
     compiled, *_ = program.fit(recipe, placed(recipe, 1), 0)
     state = start(recipe, mesh)
     old = jax.tree.leaves(state)
-    compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
+    compiled(state, jax.device_put(batches(recipe, 1)[0], batch_lanes(mesh)))
     assert all(leaf.is_deleted() for leaf in old)
     # The new state is written over the old one: there are never two of it.
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(leaf.nbytes for leaf in old)
@@ -284,13 +284,13 @@ def test_without_jit_three_steps_are_the_same(make):
     state, compiled = run(recipe, mesh, None, tokens)
     seed = jax.device_put(np.uint32(1), replicated(mesh))
     with jax.disable_jit():
-        built = program.compile_program(recipe, placed(recipe, 1), rows=10)
+        built = program.compile_program(recipe, placed(recipe, 1), lanes=10)
         plain = built.init(seed)
         for batch in tokens:
-            plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
+            plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_lanes(mesh)))
             losses.append(float(metrics["loss"]))
         words, eight = "JAX_DISABLE_JIT .* the mesh is {'data': 8}", placed(recipe, 8)
-        refused(words, program.compile_program, recipe, eight, rows=10)
+        refused(words, program.compile_program, recipe, eight, lanes=10)
     assert compiled[0] != compiled[2]
     np.testing.assert_allclose(losses, compiled, atol=1e-5)
     np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
@@ -299,9 +299,9 @@ def test_without_jit_three_steps_are_the_same(make):
 @pytest.mark.parametrize("name", ["stdlib", pytest.param("r29", marks=pytest.mark.slow)])
 def test_warm_up_leaves_no_trace(name):
     recipe, mesh = toy(name), mesh_of(2)
-    built = program.compile_program(recipe, placed(recipe, 2), rows=10)
+    built = program.compile_program(recipe, placed(recipe, 2), lanes=10)
     rows = np.concatenate(batches(recipe, 2))[:10]
-    validation = evaluate.to_devices(rows, built.eval_rows, recipe, mesh)
+    validation = evaluate.to_devices(rows, built.eval_lanes, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     assert {"params", "optimizer", "step"} <= fresh.keys()

@@ -13,7 +13,7 @@ from rich.text import Text
 from jspeed.base.files import write_whole
 from jspeed.base.numbers import size
 from jspeed.parallel.layout import gathered_per_layer
-from jspeed.parallel.mesh import row_shards
+from jspeed.parallel.mesh import lane_shards
 from jspeed.plan.estimates import memory, micro_batching
 from jspeed.plan.schema import EvaluationPlan, Plan, Traffic
 from jspeed.plan.views import tables
@@ -151,8 +151,8 @@ def print_estimates(
         "exact: stored, the master copy, sharded as jspeed run --show-layout shows",
         "exact: sharded as its parameters",
         (
-            f"exact: {recipe.lanes // row_shards(mesh)} lanes x {recipe.row_words(stage.lane_len)}"
-            " tokens"
+            f"exact: {recipe.lanes // lane_shards(mesh)} lanes"
+            f" x {recipe.lane_words(stage.lane_len)} tokens"
         ),
         f"bound: every parameter that is cast or gathered, {whole}",
         (

@@ -141,7 +141,7 @@ def steps_of(recipe: Recipe, stage: Stage, phase: int) -> list[int]:
 
 
 def by_path(recipe: Recipe, tree: Any) -> dict[str, Any]:
-    """Return what ``tree`` holds for each row of the parameter table, by its path."""
+    """Return what ``tree`` holds for each ParamSpec, by its path."""
     parts: list[Any] = []
     map_specs(lambda _, part: parts.append(part), recipe.parameters, tree)
     return dict(zip((path for path, _ in leaves(recipe.parameters)), parts, strict=True))
@@ -156,8 +156,8 @@ def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
 
 def _held(recipe: Recipe, stage: Stage, phase: int, parts: dict[str, Any]) -> dict[str, Any]:
     """Return the ``parts`` of parameters that no step has updated just before."""
-    rows = dict(leaves(recipe.parameters))
-    return {path: old for path, old in parts.items() if phase % rows[path].updated_after(stage)}
+    specs = dict(leaves(recipe.parameters))
+    return {path: old for path, old in parts.items() if phase % specs[path].updated_after(stage)}
 
 
 def _state(

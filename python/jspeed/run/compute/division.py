@@ -1,5 +1,5 @@
-"""The division of a global batch over devices, into micro-batches, and of lanes (rows of packed
-documents) into sub-lanes; and what is tried, in order, until a step fits in memory.
+"""The division of a global batch over devices, into micro-batches, and of lanes (rows of a batch,
+of packed documents) into sub-lanes; and what is tried, in order, until a step fits in memory.
 
 Where a device cannot hold a lane it is cut at document borders; the batch stays the same. Further
 settings are the head's loss in chunks, and layers that are recomputed.
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout
-from jspeed.parallel.mesh import row_shards
+from jspeed.parallel.mesh import lane_shards
 from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.record.sizes import scored_heads
 from jspeed.run.compute.device import Device, Placement
@@ -31,7 +31,7 @@ CPU_EVALUATION = 2**17
 CPU_STEP = 512 * 192
 # tokens on either side of a sub-lane, which primitives see: model/ngrams.py looks back order - 1
 MARGIN = 8
-# tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
+# tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a lane
 HEAD_CHUNK = 4096
 TILE = 128  # lengths of sub-lanes are a multiple of it in long lanes whose own length is
 
@@ -50,7 +50,7 @@ def place(recipe: Recipe, mesh: Mesh, layout: str, device: Device) -> Placement:
 def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
     """Return the lanes of one device. Raises :class:`BadInput` when the lanes cannot be divided
     over the devices."""
-    devices = row_shards(mesh)
+    devices = lane_shards(mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of"
@@ -101,13 +101,13 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device) -> t
     return (own // micro_batch,)
 
 
-def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, rows: int) -> int:
-    """Return how many tokens a device evaluates at once of ``rows`` rows: ``micro_tokens``, and on
+def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, lanes: int) -> int:
+    """Return how many tokens a device evaluates at once of so many lanes: ``micro_tokens``, and on
     a CPU more where they are narrow, in equal parts. Not with tables on the host, whose rows are
     fetched for so many."""
     if placement.device.platform != "cpu" or placement.device.memory or recipe.on_host:
         return micro_tokens
-    own = -(-rows // row_shards(placement.mesh))
+    own = -(-lanes // lane_shards(placement.mesh))
     most = max(1, CPU_EVALUATION // recipe.attention_width // recipe.eval_len)
     return max(micro_tokens, -(-own // -(-own // most)) * recipe.eval_len)
 
@@ -148,7 +148,7 @@ def looked_up(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
 def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
     """Bytes of a device beside a step's own, where tables lie on the host: the next step's rows,
     and gradients that still go back."""
-    tokens, owners = looked_up(recipe, stage, mesh, parts) // row_shards(mesh), owners_of(mesh)
+    tokens, owners = looked_up(recipe, stage, mesh, parts) // lane_shards(mesh), owners_of(mesh)
     return 2 * sum(
         rows_of_device(spec, spec.sparse_rows * tokens, owners)
         * spec.shape[1]
@@ -160,7 +160,7 @@ def in_flight_bytes(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int
 def cut(
     recipe: Recipe, stage: Stage, sub_lanes: int, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cut rows ``[B, T + 1]`` into ``[B x sub-lanes, P + 1]``; also return the mask of the tokens
+    """Cut lanes ``[B, T + 1]`` into ``[B x sub-lanes, P + 1]``; also return the mask of the tokens
     that each sub-lane scores, fp32 ``[B x sub-lanes, P]``.
 
     The n-th sub-lane begins with the last document that starts at or before n / ``sub_lanes`` of
@@ -168,19 +168,19 @@ def cut(
     ``stage.max_doc_len``, which the loader never gives, has NaN instead, so that a lost token shows
     in the loss.
     """
-    length, rows = sub_lane_length(stage, sub_lanes), tokens.shape[0]
+    length, lanes = sub_lane_length(stage, sub_lanes), tokens.shape[0]
     lane = tokens.shape[1] - 1
     position_T = jnp.arange(lane, dtype=jnp.int32)
     last_BT = jax.lax.cummax(
         jnp.where(tokens[:, :lane] == recipe.data.bos_id, position_T[None], 0), axis=1
     )
     inner_BN = last_BT[:, jnp.array([n * lane // sub_lanes for n in range(1, sub_lanes)])]
-    start_BN = jnp.concatenate([jnp.zeros((rows, 1), jnp.int32), inner_BN], axis=1)
-    stop_BN = jnp.concatenate([inner_BN, jnp.full((rows, 1), lane, jnp.int32)], axis=1)
+    start_BN = jnp.concatenate([jnp.zeros((lanes, 1), jnp.int32), inner_BN], axis=1)
+    stop_BN = jnp.concatenate([inner_BN, jnp.full((lanes, 1), lane, jnp.int32)], axis=1)
     first_BN = jnp.clip(start_BN - MARGIN, 0, lane - length)
 
-    def slices(row: jax.Array, firsts_N: jax.Array) -> jax.Array:
-        return jax.vmap(lambda first: jax.lax.dynamic_slice_in_dim(row, first, length + 1))(
+    def slices(tokens_T: jax.Array, firsts_N: jax.Array) -> jax.Array:
+        return jax.vmap(lambda first: jax.lax.dynamic_slice_in_dim(tokens_T, first, length + 1))(
             firsts_N
         )
 
@@ -191,13 +191,13 @@ def cut(
     ).astype(jnp.float32)
     fits_BN = stop_BN <= first_BN + length
     counts_BNP *= jnp.where(fits_BN, 1.0, jnp.nan)[..., None]
-    rows = rows * sub_lanes
-    return cut_BNP.reshape(rows, length + 1), counts_BNP.reshape(rows, length)
+    lanes = lanes * sub_lanes
+    return cut_BNP.reshape(lanes, length + 1), counts_BNP.reshape(lanes, length)
 
 
 class Attempt(NamedTuple):
     """A step over ``parts`` micro-batches and the bytes of a device that it needs; ``step`` is None
-    if the compiler refused it. The head's loss takes ``head_chunk`` tokens of a row at a time;
+    if the compiler refused it. The head's loss takes ``head_chunk`` tokens of a lane at a time;
     None: all. ``remat``: layers are recomputed for their gradients."""
 
     step: jax.stages.Compiled | None
@@ -264,7 +264,7 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
     once.
 
     They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are
-    taken at once, as fewer need less at no cost; where a row is no longer than a chunk; and in a
+    taken at once, as fewer need less at no cost; where a lane is no longer than a chunk; and in a
     pipeline.
     """
     lanes = lanes_of_device(recipe, stage, mesh)

@@ -1,4 +1,4 @@
-"""Gradients of one device's rows of a batch, over micro-batches."""
+"""Gradients of one device's lanes of a batch, over micro-batches."""
 
 import threading
 from collections.abc import Callable
@@ -54,14 +54,15 @@ def gradients(
     tokens: jax.Array,
     given: Rows,
 ) -> tuple[Any, jax.Array, Rows]:
-    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row, gradient of
-    what is ``given``) of one device's rows; ``at`` are the step and the number of the first row.
+    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each lane, gradient
+    of what is ``given``) of one device's lanes; ``at`` are the step and the number of the first
+    lane.
 
     ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are
-    summed in fp32. More ``parts`` than rows cut each row at document borders
+    summed in fp32. More ``parts`` than lanes cut each lane at document borders
     (:mod:`jspeed.run.compute.division`) and take one sub-lane at a time.
     """
-    ctx = replace(ctx, step=at[0], first_row=at[1])
+    ctx = replace(ctx, step=at[0], first_lane=at[1])
     if parts > tokens.shape[0]:
         sub_lanes = parts // tokens.shape[0]
         tokens = tokens.astype(jnp.int32)
@@ -72,9 +73,9 @@ def gradients(
     )
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
-    def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Any, micro: jax.Array, first_lane: jax.Array) -> tuple[jax.Array, jax.Array]:
         micro, beside = split(recipe.beside, micro)
-        now = replace(ctx, first_row=first_row, beside=beside)
+        now = replace(ctx, first_lane=first_lane, beside=beside)
         inputs, targets = micro[:, :-1], micro[:, 1:]
         total, loss_BT = recipe.loss(params, inputs, targets, weigh(recipe, micro, weights), now)
         check_loss(recipe, total, loss_BT, inputs)
@@ -82,12 +83,12 @@ def gradients(
 
     if parts == 1:
         of_first = {path: rows[0] for path, rows in given.items()}
-        grads, found = gradient(recipe, ctx, params, loss, of_first, tokens[0], ctx.first_row)
+        grads, found = gradient(recipe, ctx, params, loss, of_first, tokens[0], ctx.first_lane)
         return grads, found[0], found[1]
-    first_rows = ctx.first_row + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
-    grads, stacked = summed_gradients(recipe, ctx, params, loss, given, tokens, first_rows)
-    row_losses, of_given = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), stacked)
-    return grads, row_losses, of_given
+    first_lanes = ctx.first_lane + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
+    grads, stacked = summed_gradients(recipe, ctx, params, loss, given, tokens, first_lanes)
+    lane_losses, of_given = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), stacked)
+    return grads, lane_losses, of_given
 
 
 def gradient(
@@ -152,10 +153,10 @@ def sub_lane_gradients(
     tokens: jax.Array,
     given: Rows,
 ) -> tuple[Any, jax.Array, Rows]:
-    """:func:`gradients` of rows (int32) that are cut into ``sub_lanes`` each, one of them at a
+    """:func:`gradients` of lanes (int32) that are cut into ``sub_lanes`` each, one of them at a
     time; rows are ``given`` for each sub-lane."""
-    rows = tokens.shape[0]
-    cut_rows, counts = division.cut(recipe, ctx.stage, sub_lanes, tokens)
+    lanes = tokens.shape[0]
+    cut_lanes, counts = division.cut(recipe, ctx.stage, sub_lanes, tokens)
 
     def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = weigh(recipe, micro, weight * counts_BT)
@@ -163,10 +164,10 @@ def sub_lane_gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
-    one_by_one = jax.tree.map(lambda x: x[:, None], (given, cut_rows, counts))
+    one_by_one = jax.tree.map(lambda x: x[:, None], (given, cut_lanes, counts))
     grads, (sub_lane_losses, of_given) = summed_gradients(recipe, ctx, params, loss, *one_by_one)
     of_given = jax.tree.map(lambda x: x[:, 0], of_given)
-    return grads, jnp.sum(sub_lane_losses.reshape(rows, sub_lanes), axis=1), of_given
+    return grads, jnp.sum(sub_lane_losses.reshape(lanes, sub_lanes), axis=1), of_given
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jspeed.errors import BadInput
 from jspeed.parallel import sharded_table
-from jspeed.parallel.mesh import ROW_AXES, batch_rows, row_shards
+from jspeed.parallel.mesh import LANE_AXES, batch_lanes, lane_shards
 from jspeed.parallel.sharded_table import Slots, capacity, requests, return_gradients
 from jspeed.parallel.sparse_rows import Given
 from jspeed.recipe import ParamSpec, Recipe, map_specs
@@ -159,7 +159,7 @@ def owners_of(mesh: Mesh) -> int:
     """Return between how many devices the rows of a table are divided: 1 where one process has them
     all, and gives each device those of its lanes."""
     several = len({device.process_index for device in mesh.devices.flat}) > 1
-    return row_shards(mesh) if several else 1
+    return lane_shards(mesh) if several else 1
 
 
 def part_of(spec: ParamSpec, owners: int) -> int:
@@ -172,20 +172,20 @@ def rows_of_device(spec: ParamSpec, ids: int, owners: int) -> int:
     return ids if owners == 1 else owners * capacity(ids, part_of(spec, owners), owners)
 
 
-def given_shapes(recipe: Recipe, rows: int, length: int, mesh: Mesh) -> tuple[Rows, ...]:
-    """Return what a program is given of tables on the host, for ``rows`` of ``length`` tokens:
+def given_shapes(recipe: Recipe, lanes: int, length: int, mesh: Mesh) -> tuple[Rows, ...]:
+    """Return what a program is given of tables on the host, for ``lanes`` of ``length`` tokens:
     nothing where there is none."""
     owners = owners_of(mesh)
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_rows(mesh))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_lanes(mesh))
 
     def of_table(spec: ParamSpec) -> Any:
         ids, width = spec.sparse_rows * length, spec.shape[1]
         if owners == 1:
-            return array(spec.dtype, rows, ids, width)
-        asked = rows_of_device(spec, rows // owners * ids, owners)
-        return Asked(array(jnp.int32, rows, ids), array(spec.dtype, owners, asked, width))
+            return array(spec.dtype, lanes, ids, width)
+        asked = rows_of_device(spec, lanes // owners * ids, owners)
+        return Asked(array(jnp.int32, lanes, ids), array(spec.dtype, owners, asked, width))
 
     found = {path: of_table(spec) for path, spec in recipe.on_host.items()}
     return (found,) if found else ()
@@ -219,7 +219,7 @@ def returned(mesh: Mesh, gradients: Rows, slots: dict[str, Slots]) -> Rows:
 
 
 def _axes(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
+    return tuple(axis for axis in LANE_AXES if axis in mesh.shape)
 
 
 def with_given(recipe: Recipe, params: Any, given: Rows) -> Any:

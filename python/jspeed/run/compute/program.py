@@ -18,7 +18,7 @@ from jspeed.base.compiler import Build, anew, compiled, memory_needed, need_and_
 from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import custom_kernel
 from jspeed.parallel.layout import partitions, with_remat
-from jspeed.parallel.mesh import batch_rows, replicated, row_shards
+from jspeed.parallel.mesh import batch_lanes, lane_shards, replicated
 from jspeed.recipe import Context, Recipe, Stage, leaves, map_specs, without_sparse
 from jspeed.record.provenance import Sums, sums_of
 from jspeed.run.compute import accumulators
@@ -60,13 +60,13 @@ class Program:
     host.
 
     ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose
-    number is p modulo the recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of
+    number is p modulo the recipe's period: donated state and lanes ``[lanes, lane_len + 1]`` of
     ``Data.dtype`` (longer with more: :mod:`jspeed.base.beside`) -> (state, {"loss": fp32
-    scalar}). ``evaluate(params, rows, targets, mask)``: such rows ``[eval_rows, eval_len +
-    1]``, their targets ``[eval_rows, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
-    each target, the last rows padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,
+    scalar}). ``evaluate(params, lanes, targets, mask)``: such lanes ``[eval_lanes, eval_len +
+    1]``, their targets ``[eval_lanes, eval_len]`` and ``[V, V / 8]`` bits or None, -> fp32 loss of
+    each target, the last lanes padding; ``accuracy`` likewise, if asked for. ``at_end(state)``,
     donated, after the last step: averages of weights take their place. In the last stage a device
-    takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers
+    takes ``micro_tokens`` at once, of a lane the head's loss ``head_chunk`` (None: all), and layers
     are recomputed for their gradients with ``remat``.
     ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
     into the first state, the steps and the evaluation; none without jit. ``others``: the
@@ -80,7 +80,7 @@ class Program:
     evaluate: Callable[[Any, jax.Array, jax.Array, jax.Array | None], jax.Array]
     at_end: Callable[[State], State]
     micro_tokens: int
-    eval_rows: int
+    eval_lanes: int
     head_chunk: int | None = None
     remat: bool = False
     parts: tuple[int, ...] = ()
@@ -129,15 +129,15 @@ class Program:
 
 
 def compile_program(
-    recipe: Recipe, placement: Placement, rows: int, build: Build = anew
+    recipe: Recipe, placement: Placement, lanes: int, build: Build = anew
 ) -> Program:
-    """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that
+    """Compile everything a run executes, and an evaluation of so many lanes; ``placement`` is that
     of ``recipe``.
 
     Raises :class:`BadInput` for a step or evaluation that needs more memory than a device has.
     """
     if without_jit():
-        return eager_program(recipe, placement, rows)
+        return eager_program(recipe, placement, lanes)
     mesh, layout = placement.mesh, placement.layout
     shapes, shardings = state_shardings(recipe, layout, mesh)
     number = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
@@ -171,9 +171,9 @@ def compile_program(
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, placement)
-    at_once = evaluated_at_once(recipe, placement, micro_tokens, rows)
+    at_once = evaluated_at_once(recipe, placement, micro_tokens, lanes)
     padded, evaluation = compile_evaluation(
-        recipe, placement, at_once, rows, idle, inside=inside["evaluation"], build=build
+        recipe, placement, at_once, lanes, idle, inside=inside["evaluation"], build=build
     )
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = unchanged
@@ -192,19 +192,19 @@ def compile_evaluation(
     recipe: Recipe,
     placement: Placement,
     micro_tokens: int,
-    rows: int,
+    lanes: int,
     idle: int = 0,
     measure: Measure = losses,
     inside: Inside | None = None,
     build: Build = anew,
 ) -> tuple[int, jax.stages.Compiled]:
-    """Compile :func:`trace_evaluation`; returns the padded rows too. ``inside`` notes its constants
-    and calls.
+    """Compile :func:`trace_evaluation`; returns the padded lanes too. ``inside`` notes its
+    constants and calls.
 
     Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
     """
     device = placement.device
-    padded, traced = trace_evaluation(recipe, placement, micro_tokens, rows, measure)
+    padded, traced = trace_evaluation(recipe, placement, micro_tokens, lanes, measure)
     if inside is not None:
         inside.look(traced.jaxpr)
     lowered = traced.lower()
@@ -217,14 +217,14 @@ def compile_evaluation(
             else ", more than there are"
         )
         raise BadInput(
-            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate rows of"
+            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate lanes of"
             f" {recipe.eval_len} tokens{there}; use more or larger devices, or --set a shorter"
             " EVAL_LEN"
         )
     return padded, evaluation
 
 
-def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
+def eager_program(recipe: Recipe, placement: Placement, lanes: int) -> Program:
     """Return the programs of a run as Python that computes operation by operation, for
     JAX_DISABLE_JIT and a debugger.
 
@@ -249,7 +249,7 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     stages = zip(recipe.stages, placement.parts, strict=True)
     steps = tuple(tuple(step(*each, phase) for phase in range(recipe.period)) for each in stages)
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
-    cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    cuts, padded = eval_parts(recipe, lanes, mesh, micro_tokens)
     evaluation = partial(eval_step, recipe, eval_context(recipe, device), placement, cuts)
     return Program(
         init,
@@ -359,15 +359,15 @@ def trace_step(
     ctx = replace(step_context(stage, placement.device), head_chunk=head_chunk)
     phase %= recipe.period
     state, shardings = state_shardings(recipe, layout, mesh)
-    shape = recipe.lanes, recipe.row_words(stage.lane_len)
-    tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
+    shape = recipe.lanes, recipe.lane_words(stage.lane_len)
+    tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_lanes(mesh))
     sub_lanes = sub_lanes_of(recipe, stage, mesh, parts)
     given = given_shapes(recipe, recipe.lanes * sub_lanes, sub_lane_length(stage, sub_lanes), mesh)
 
     def step(state: State, tokens: jax.Array, *given: Rows) -> tuple[State, Metrics]:
         return train_step(recipe, ctx, placement, parts, phase, state, tokens, *given)
 
-    metrics = {"loss": replicated(mesh)} | ({"rows": batch_rows(mesh)} if given else {})
+    metrics = {"loss": replicated(mesh)} | ({"rows": batch_lanes(mesh)} if given else {})
 
     # Unused arguments are kept: else arrays of the state are returned in the place of others, by
     # copies.
@@ -383,28 +383,28 @@ def step_context(stage: Stage, device: Device) -> Context:
 
 
 def lower_evaluation(
-    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int
+    recipe: Recipe, placement: Placement, micro_tokens: int, lanes: int
 ) -> tuple[int, jax.stages.Lowered]:
-    """Lower :func:`trace_evaluation`; returns the padded rows too."""
-    padded, traced = trace_evaluation(recipe, placement, micro_tokens, rows)
+    """Lower :func:`trace_evaluation`; returns the padded lanes too."""
+    padded, traced = trace_evaluation(recipe, placement, micro_tokens, lanes)
     return padded, traced.lower()
 
 
 def trace_evaluation(
-    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int, measure: Measure = losses
+    recipe: Recipe, placement: Placement, micro_tokens: int, lanes: int, measure: Measure = losses
 ) -> tuple[int, jax.stages.Traced]:
-    """Trace the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded
-    rows too."""
+    """Trace the evaluation of so many lanes, ``micro_tokens`` a device at once; returns the padded
+    lanes too."""
     mesh, layout = placement.mesh, placement.layout
     ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
-    parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    parts, padded = eval_parts(recipe, lanes, mesh, micro_tokens)
     at_once = padded
     if recipe.on_host:  # rows of all would not fit on the devices: each part is a call
         at_once, parts = padded // parts, 1
-    shapes = (at_once, recipe.row_words(recipe.eval_len)), (at_once, recipe.eval_len)
+    shapes = (at_once, recipe.lane_words(recipe.eval_len)), (at_once, recipe.eval_len)
     tokens, targets = (
-        jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
+        jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_lanes(mesh))
         for shape in shapes
     )
     whole = replicated(mesh)
@@ -415,9 +415,9 @@ def trace_evaluation(
     )
 
     def evaluation(
-        params: Any, rows: jax.Array, targets: jax.Array, mask: jax.Array | None, *given: Rows
+        params: Any, lanes: jax.Array, targets: jax.Array, mask: jax.Array | None, *given: Rows
     ) -> jax.Array:
-        read = params, rows, targets, mask, *given
+        read = params, lanes, targets, mask, *given
         return eval_step(recipe, ctx, placement, parts, *read, measure=measure)
 
     jitted = jax.jit(evaluation, out_shardings=whole)
@@ -433,10 +433,10 @@ def tokenizer_mask_shape(recipe: Recipe) -> tuple[int, int]:
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
-    """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens,
+    """What evaluation runs in: its own or the last stage's windows, lanes of ``eval_len`` tokens,
     documents whole.
 
-    A row has room for as many documents in proportion as a lane of that stage.
+    A lane has room for as many documents in proportion as a lane of that stage.
     """
     last = recipe.stages[-1]
     docs = last.max_docs and -(-last.max_docs * recipe.eval_len // last.lane_len)
@@ -445,11 +445,11 @@ def eval_context(recipe: Recipe, device: Device) -> Context:
     return Context(stage, training=False, attention=device.attention, fp8=device.fp8)
 
 
-def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
-    """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most
+def eval_parts(recipe: Recipe, lanes: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
+    """Return (parts, padded lanes): how evaluation lanes are cut so that a device sees at most
     ``micro_tokens``."""
-    at_once = max(1, micro_tokens // recipe.eval_len) * row_shards(mesh)
-    parts = -(-rows // at_once)
+    at_once = max(1, micro_tokens // recipe.eval_len) * lane_shards(mesh)
+    parts = -(-lanes // at_once)
     return parts, parts * at_once
 
 

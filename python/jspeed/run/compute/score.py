@@ -3,7 +3,7 @@
 A recipe gives logits of the inputs alone. Targets, log-softmax, weights and mean are not its to
 compute, so whatever it gives sums to one over the vocabulary. Its ``loss`` is for training.
 
-``forward`` gives the logits of whole rows. With a large vocabulary a recipe gives ``hidden(params,
+``forward`` gives the logits of whole lanes. With a large vocabulary a recipe gives ``hidden(params,
 tokens_BT, ctx)``, a tree of arrays ``[B, T, ...]``. Of that ``logits(params, hidden_Bt, ctx)`` are
 the logits ``[B, t, V]`` of any ``t`` of its tokens. Where tokens may be copied it gives
 ``pointer(params, hidden, tokens_BT, ctx)``: the id that stands for copying and the arguments of
@@ -38,12 +38,13 @@ def losses(
 ) -> jax.Array:
     """Return the loss of every target: fp32 ``[B, T]``, nats.
 
-    With ``hidden`` and ``logits`` a row's logits exist for a few tokens at a time; with ``forward``
-    alone for whole rows, a few at a time. Raises :class:`BadInput` for logits of another shape.
+    With ``hidden`` and ``logits`` a lane's logits exist for a few tokens at a time; with
+    ``forward`` alone for whole lanes, a few at a time. Raises :class:`BadInput` for logits of
+    another shape.
     """
     params = without_padding(recipe, params)
     if recipe.hidden is None or recipe.logits is None:
-        return by_rows(recipe, params, tokens_BT, targets_BT, ctx, whole_rows)
+        return by_lanes(recipe, params, tokens_BT, targets_BT, ctx, whole_lanes)
     logits = recipe.logits
     state = recipe.hidden(params, tokens_BT, ctx)
     leaves, structure = jax.tree.flatten(state)
@@ -68,8 +69,8 @@ def losses(
             loss_Bt = pointer.mixed_loss(loss_Bt, copy_Bt, *of_copies)
         return None, loss_Bt
 
-    rows = targets_BT.shape[0]
-    chunk = max(1, LOGITS // (rows * recipe.data.vocab_size))
+    lanes = targets_BT.shape[0]
+    chunk = max(1, LOGITS // (lanes * recipe.data.vocab_size))
     arrays = (targets_BT, tokens_BT, *leaves, *copied)
     return over_chunks(of_chunk, None, arrays, chunk)[1]
 
@@ -93,14 +94,14 @@ def hits(
 ) -> jax.Array:
     """Return 1 for every target that the model takes for the most probable, else 0: ``[B, T]``."""
 
-    def of_rows(recipe: Recipe, params: Any, tokens_BT: Any, targets_BT: Any, ctx: Context) -> Any:
+    def of_lanes(recipe: Recipe, params: Any, tokens_BT: Any, targets_BT: Any, ctx: Context) -> Any:
         logits_BTV = recipe.forward(params, tokens_BT, ctx)[..., : recipe.vocab_size]
         return (jnp.argmax(logits_BTV, axis=-1) == targets_BT).astype(jnp.float32)
 
-    return by_rows(recipe, params, tokens_BT, targets_BT, ctx, of_rows)
+    return by_lanes(recipe, params, tokens_BT, targets_BT, ctx, of_lanes)
 
 
-def by_rows(
+def by_lanes(
     recipe: Recipe,
     params: Any,
     tokens_BT: jax.Array,
@@ -108,26 +109,26 @@ def by_rows(
     ctx: Context,
     measure: Measure,
 ) -> jax.Array:
-    """Return what ``measure`` makes of so many rows at a time that their logits have room."""
-    rows, length = tokens_BT.shape
+    """Return what ``measure`` makes of so many lanes at a time that their logits have room."""
+    lanes, length = tokens_BT.shape
     most = max(1, LOGITS // (length * recipe.data.vocab_size))
-    at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
+    at_once = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n <= most)
 
     def of_part(part: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         tokens, targets, beside = part
         return measure(recipe, params, tokens, targets, replace(ctx, beside=beside))
 
     parts: tuple[jax.Array, jax.Array, Any] = tokens_BT, targets_BT, ctx.beside
-    if at_once == rows:
+    if at_once == lanes:
         return of_part(parts)
-    cut = jax.tree.map(lambda a: a.reshape(rows // at_once, at_once, *a.shape[1:]), parts)
-    return jax.lax.map(of_part, cut).reshape(rows, length)
+    cut = jax.tree.map(lambda a: a.reshape(lanes // at_once, at_once, *a.shape[1:]), parts)
+    return jax.lax.map(of_part, cut).reshape(lanes, length)
 
 
-def whole_rows(
+def whole_lanes(
     recipe: Recipe, params: Any, tokens_BT: jax.Array, targets_BT: jax.Array, ctx: Context
 ) -> jax.Array:
-    """Return the losses of rows from ``forward``'s logits, all at once."""
+    """Return the losses of lanes from ``forward``'s logits, all at once."""
     logits_BTV = checked(recipe, recipe.forward(params, tokens_BT, ctx), targets_BT)
     return cross_entropy(logits_BTV, targets_BT, tokens_BT, ctx.tokenizer_mask)
 

@@ -1,4 +1,4 @@
-"""A training step (all-gather, gradients of each device's rows, reduce-scatter, update) and an
+"""A training step (all-gather, gradients of each device's lanes, reduce-scatter, update) and an
 evaluation."""
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from jspeed.parallel.layout import (
     gather,
     gather_all,
     gathered_per_layer,
+    lanes_only,
     owned,
     partitions,
-    rows_only,
 )
-from jspeed.parallel.mesh import ROW_AXES, put, replicated, rows_spec
+from jspeed.parallel.mesh import LANE_AXES, lanes_spec, put, replicated
 from jspeed.recipe import (
     Context,
     ParamSpec,
@@ -116,10 +116,10 @@ def train_step(
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches;
     ``phase`` is the step's number modulo the recipe's period.
 
-    The loss is the (weighted) mean over all tokens of the batch. It is formed row by row, so that
-    it does not depend on how rows are spread over devices and micro-batches. Each device
-    all-gathers the parameters in their compute dtype, works on its own rows, and keeps its shard of
-    the summed gradient; the optimizer then runs on sharded parameters. With a pipeline the
+    The loss is the (weighted) mean over all tokens of the batch. It is formed lane by lane, so that
+    it does not depend on how lanes are spread over devices and micro-batches. Each device
+    all-gathers the parameters in their compute dtype, works on its own lanes, and keeps its shard
+    of the summed gradient; the optimizer then runs on sharded parameters. With a pipeline the
     micro-batches are the pipeline's.
 
     ``tokens`` are ids ``[lanes, lane_len + 1]``, cut over the devices by lanes. ``given`` are the
@@ -130,7 +130,7 @@ def train_step(
     mean = mean_weight(recipe, split(recipe.beside, tokens)[0])
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     on_device, in_specs, out_specs = on_devices(recipe, ctx, placement, parts, phase, weight)
-    (grads, tables), kept, rows, row_losses, of_given = shard_map_over_rows(
+    (grads, tables), kept, rows, lane_losses, of_given = shard_map_over_lanes(
         mesh, on_device, in_specs, out_specs
     )(state["params"], state["accumulators"], state["rows"], state["step"], tokens, given or {})
     old = without_sparse(recipe, state["params"])
@@ -152,7 +152,7 @@ def train_step(
         rows=rows,
         means=means,
     )
-    metrics: Metrics = {"loss": jnp.mean(row_losses) / mean}
+    metrics: Metrics = {"loss": jnp.mean(lane_losses) / mean}
     if given:
         metrics["rows"] = of_given
     return done, metrics
@@ -164,11 +164,11 @@ def on_devices(
     """Return what each device does of a step, for ``shard_map``: the function, and the
     PartitionSpecs of its arguments and of its results.
 
-    It gathers parameters and computes gradients of ``weight`` x the summed loss of its rows. To
+    It gathers parameters and computes gradients of ``weight`` x the summed loss of its lanes. To
     these it adds what earlier steps left, reduces them, and updates tables row by row.
 
     ``cuts``, a tree like the parameters, are their PartitionSpecs; ``later`` says which of them are
-    gathered layer by layer; ``place`` is where the rows come from: the step, the first row.
+    gathered layer by layer; ``place`` is where the lanes come from: the step, the first lane.
     """
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
@@ -178,26 +178,26 @@ def on_devices(
         ctx = replace(ctx, layer=jax.checkpoint)
     parts = 1 if "pipe" in mesh.shape else parts
     key = id(recipe), mesh, layout, placement.device, ctx.stage, parts, ctx.head_chunk
-    of_rows = partial(gradients, recipe, ctx, parts)
+    of_lanes = partial(gradients, recipe, ctx, parts)
 
     def on_device(
         params: Any, kept: Any, of_tables: Any, step: jax.Array, tokens: jax.Array, given: Rows
     ) -> Any:
         gathered = gather_parameters(recipe, gather, params, cuts, later)
         whole = accumulators.load(recipe, ctx.stage, phase, kept, gathered)
-        place = step, device_of_rows(mesh) * tokens.shape[0]
+        place = step, device_of_lanes(mesh) * tokens.shape[0]
         given, slots = delivered(recipe, mesh, given)
-        grads, row_losses, of_given = traced_once(
-            placement, key, of_rows, place, weight, whole, tokens, given
+        grads, lane_losses, of_given = traced_once(
+            placement, key, of_lanes, place, weight, whole, tokens, given
         )
         grads, kept = accumulators.accumulate(recipe, ctx.stage, phase, kept, whole, grads)
         tables, of_tables = sparse_updates(recipe, ctx, mesh, cuts, due, whole, grads, of_tables)
         dense = [without_sparse(recipe, tree) for tree in (recipe.parameters, grads, cuts, later)]
         grads = map_specs(lambda spec, *its: kind_of(spec).reduced(mesh, *its), *dense)
-        return (grads, tables), kept, of_tables, row_losses, returned(mesh, of_given, slots)
+        return (grads, tables), kept, of_tables, lane_losses, returned(mesh, of_given, slots)
 
-    lanes, everywhere = rows_spec(mesh), PartitionSpec()
-    param_specs, sum_specs = rows_only(cuts), accumulators.specs(recipe, layout, mesh)
+    lanes, everywhere = lanes_spec(mesh), PartitionSpec()
+    param_specs, sum_specs = lanes_only(cuts), accumulators.specs(recipe, layout, mesh)
     row_specs = sparse_specs(recipe, cuts)
     table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
     arguments = param_specs, sum_specs, row_specs, everywhere, lanes, lanes
@@ -262,17 +262,17 @@ def eval_step(
     placement: Placement,
     parts: int,
     params: Any,
-    rows: jax.Array,
+    lanes: jax.Array,
     targets: jax.Array,
     tokenizer_mask: jax.Array | None = None,
     given: Rows | None = None,
     *,
     measure: Measure = losses,
 ) -> jax.Array:
-    """Return the weighted loss of every target, or what else ``measure`` finds: fp32 ``[rows, T]``,
-    ``1 / parts`` of a device's rows at a time.
+    """Return the weighted loss of every target, or what else ``measure`` finds: fp32 ``[lanes,
+    T]``, ``1 / parts`` of a device's lanes at a time.
 
-    Only the inputs of ``rows`` reach the recipe; ``targets`` (ids ``[rows, T]``) never do.
+    Only the inputs of ``lanes`` reach the recipe; ``targets`` (ids ``[lanes, T]``) never do.
     ``tokenizer_mask`` is that of the context, ``given`` as of :func:`train_step`."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
@@ -284,7 +284,7 @@ def eval_step(
 
     def on_device(
         params: Any,
-        rows: jax.Array,
+        lanes: jax.Array,
         targets: jax.Array,
         tokenizer_mask: jax.Array | None,
         given: Rows,
@@ -294,22 +294,22 @@ def eval_step(
         given, _ = delivered(recipe, mesh, given)
 
         def scored(part: tuple[jax.Array, jax.Array, Rows]) -> jax.Array:
-            row, targets_BT, rows_of_part = part
-            row, beside = split(recipe.beside, row)
-            inputs_BT, here = row[:, :-1], with_given(recipe, whole, rows_of_part)
+            lane, targets_BT, given_of_part = part
+            lane, beside = split(recipe.beside, lane)
+            inputs_BT, here = lane[:, :-1], with_given(recipe, whole, given_of_part)
             found_BT = measure(recipe, here, inputs_BT, targets_BT, replace(now, beside=beside))
             if recipe.weigh is None:
                 return found_BT
             return found_BT * recipe.weigh(inputs_BT, targets_BT)
 
-        ids = rows.astype(jnp.int32), targets.astype(jnp.int32)
+        ids = lanes.astype(jnp.int32), targets.astype(jnp.int32)
         cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (*ids, given))
         return jax.lax.map(scored, cut).reshape(targets.shape)
 
-    lanes = rows_spec(mesh)
-    specs = rows_only(cuts), lanes, lanes, PartitionSpec(), lanes
-    step = shard_map_over_rows(mesh, on_device, specs, lanes)
-    return step(params, rows, targets, tokenizer_mask, given or {})
+    by_lane = lanes_spec(mesh)
+    specs = lanes_only(cuts), by_lane, by_lane, PartitionSpec(), by_lane
+    step = shard_map_over_lanes(mesh, on_device, specs, by_lane)
+    return step(params, lanes, targets, tokenizer_mask, given or {})
 
 
 def mean_weight(recipe: Recipe, tokens: Any) -> Any:
@@ -334,26 +334,26 @@ def replicated_on_all_devices(
         gathered = gather_parameters(recipe, gather_all, params, cuts)
         return function(gathered, arrays, replace(ctx, tokenizer_mask=tokenizer_mask))
 
-    return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole, whole), whole))
+    return jax.jit(shard_map_over_lanes(mesh, on_device, (lanes_only(cuts), whole, whole), whole))
 
 
-def device_of_rows(mesh: Mesh) -> jax.Array:
-    """Inside :func:`shard_map_over_rows`: which of the shards of a batch's rows this device has,
+def device_of_lanes(mesh: Mesh) -> jax.Array:
+    """Inside :func:`shard_map_over_lanes`: which of the shards of a batch's lanes this device has,
     from 0."""
     if mesh.size == 1:
         return jnp.zeros((), jnp.int32)
-    return jax.lax.axis_index(tuple(axis for axis in ROW_AXES if axis in mesh.shape))
+    return jax.lax.axis_index(tuple(axis for axis in LANE_AXES if axis in mesh.shape))
 
 
-def shard_map_over_rows(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work.
+def shard_map_over_lanes(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``shard_map`` over the axes that shard lanes; over the other axes XLA partitions the work.
 
     Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs
     on arrays.
     """
     if without_jit() and mesh.size == 1:
         return function
-    axes = {axis for axis in ROW_AXES if axis in mesh.shape}
+    axes = {axis for axis in LANE_AXES if axis in mesh.shape}
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -392,8 +392,8 @@ def gather_parameters(
 def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
     """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded,
     which must be all of them or none."""
-    rows = leaves(recipe.parameters)
-    tables = [spec for _, spec in rows if "row" in spec.axes and not spec.on_host]
+    specs = leaves(recipe.parameters)
+    tables = [spec for _, spec in specs if "row" in spec.axes and not spec.on_host]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
         raise BadInput(

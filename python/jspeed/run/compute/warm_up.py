@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jspeed.base.compiler import out_of_memory
 from jspeed.base.processes import gather
-from jspeed.parallel.mesh import batch_rows, put
+from jspeed.parallel.mesh import batch_lanes, put
 from jspeed.recipe import Recipe
 from jspeed.run.compute.program import WARM_UPS, Program
 
@@ -32,9 +32,9 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> No
     be tried."""
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
-        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
+        dummy = np.zeros((recipe.lanes, recipe.lane_words(stage.lane_len)), recipe.data.dtype)
         for step in WARM_UPS * steps:
-            batch = dummy if program.calls else put(dummy, batch_rows(mesh))
+            batch = dummy if program.calls else put(dummy, batch_lanes(mesh))
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
     state = program.at_end(state)

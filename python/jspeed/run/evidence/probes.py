@@ -51,24 +51,24 @@ def run_all(
     setup: Setup, state: State, found: NDArray[np.float32], steps: int, fed: str | None
 ) -> dict[str, Verdict]:
     """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state``,
-    whose losses of the validation rows were ``found``.
+    whose losses of the validation lanes were ``found``.
 
     ``fed`` is the hash of the batches of its ``steps``, None if it is not known. With several
     processes each must call this, and gets the same.
     """
     params, start = state["params"], setup.at_start
-    row = setup.data.rows[0]
+    lane = setup.data.lanes[0]
     before = checksum(state, setup.program.sums)
     repeated = token_losses(setup.program.evaluate, params, setup.validation)
     loss, again = (weighted_mean(each, setup.validation) for each in (found, repeated))
-    rows = setup.data.rows
+    lanes = setup.data.lanes
     verdicts = guarded(
         ("causality",),
-        lambda: {"causality": causality_of_run(setup, params, rows, found, repeated)},
+        lambda: {"causality": causality_of_run(setup, params, lanes, found, repeated)},
     )
     verdicts["evaluation_stays_on_device"] = stays_on_device(setup)
     verdicts |= guarded(
-        ("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)}
+        ("normalisation",), lambda: {"normalisation": normalisation(setup, params, lane)}
     )
     after = checksum(state, setup.program.sums)
     return verdicts | {
@@ -86,13 +86,13 @@ def run_all(
     }
 
 
-def evaluations_after(rows: int) -> int:
-    """Return how many evaluations of ``rows`` rows a run makes after its clock has stopped.
+def evaluations_after(lanes: int) -> int:
+    """Return how many evaluations of ``lanes`` lanes a run makes after its clock has stopped.
 
-    The losses, the losses again, those of causality (ends of rows, rows replaced), and the second
+    The losses, the losses again, those of causality (ends of lanes, lanes replaced), and the second
     text.
     """
-    return 1 + 1 + (causality.passes_over(rows) + 1) + 1
+    return 1 + 1 + (causality.passes_over(lanes) + 1) + 1
 
 
 def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
@@ -171,24 +171,24 @@ def changed_files(before: stream.Facts) -> list[str]:
 
 
 def causality_of_run(
-    setup: Setup, params: Any, rows: np.ndarray, before: np.ndarray, again: np.ndarray
+    setup: Setup, params: Any, lanes: np.ndarray, before: np.ndarray, again: np.ndarray
 ) -> Verdict:
-    """Evaluate ``rows`` (ids ``[R, eval_len + 1]``), whose losses were ``before`` and ``again``,
+    """Evaluate ``lanes`` (ids ``[R, eval_len + 1]``), whose losses were ``before`` and ``again``,
     with other ends, by the program of all evaluations (:mod:`jspeed.run.evidence.causality`); what
     the loader knows of them is included."""
     recipe, mesh, program = setup.recipe, setup.placement.mesh, setup.program
-    validation = to_devices(rows, program.eval_rows, recipe, mesh)
+    validation = to_devices(lanes, program.eval_lanes, recipe, mesh)
     validation.tokenizer_mask = setup.validation.tokenizer_mask
 
     def losses(inputs: np.ndarray) -> np.ndarray:
         look_up(validation, inputs, setup.data.loader, mesh)
         if recipe.beside is None:
-            shape, dtype = validation.rows.shape, validation.rows.dtype
-            validation.rows = put_padded(inputs, shape, dtype, mesh)
+            shape, dtype = validation.lanes.shape, validation.lanes.dtype
+            validation.lanes = put_padded(inputs, shape, dtype, mesh)
         return token_losses(program.evaluate, params, validation)
 
     docs = eval_context(recipe, setup.placement.device).stage.max_docs
-    text = causality.Text(rows, recipe.vocab_size, recipe.data.bos_id, docs)
+    text = causality.Text(lanes, recipe.vocab_size, recipe.data.bos_id, docs)
     entropy = broadcast("entropy", causality.draw_entropy())
     return causality.causality(text, before, again, losses, entropy)
 
@@ -200,7 +200,7 @@ def stays_on_device(setup: Setup) -> Verdict:
     return {"passed": not calls, "calls": calls}
 
 
-def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
+def normalisation(setup: Setup, params: Any, lane: np.ndarray) -> Verdict:
     """Compare the losses with the log-softmax of ``forward``'s logits over the whole vocabulary,
     or, of a canonical recipe, over all of it that is possible: what is sampled is what was scored.
 
@@ -227,11 +227,11 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         return jnp.mean(found), jnp.mean(expected)
 
     probe = replicated_on_all_devices(recipe, ctx, setup.placement, both)
-    known = looked_up(setup.data.loader, row[None, : length + 1])
+    known = looked_up(setup.data.loader, lane[None, : length + 1])
     tables = setup.program.tables
-    rows = tables.rows(row[None, :length]) if tables else {}
+    lanes = tables.rows(lane[None, :length]) if tables else {}
     given = jax.tree.map(
-        lambda array: put(array, replicated(setup.placement.mesh)), (known.astype(np.int32), rows)
+        lambda array: put(array, replicated(setup.placement.mesh)), (known.astype(np.int32), lanes)
     )
     found, expected = jax.device_get(probe(params, given, setup.validation.tokenizer_mask))
     error = abs(float(found - expected))
@@ -253,7 +253,7 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
         if hashed:
             with ThreadPoolExecutor(min(16, cores())) as pool:
                 hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
-            val_sha256 = sha256_of_rows(read.rows, setup)
+            val_sha256 = sha256_of_lanes(read.lanes, setup)
             val_shard = sha256_of(read.val_shards.paths[0])
     found: Data = {
         "name": setup.recipe.data.name,
@@ -279,30 +279,31 @@ def data_evidence(setup: Setup, hashed: bool) -> Data:
     return found
 
 
-def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Return the ids that the loss of evaluation ``rows`` is a mean over and the one after them:
+def ids_of(lanes: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return the ids that the loss of evaluation ``lanes`` is a mean over and the one after them:
     ``[N + 1]``."""
-    return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
+    return np.append(lanes[:, :-1].reshape(-1), lanes[-1, -1])
 
 
-def sha256_of_rows(rows: NDArray[np.unsignedinteger], setup: Setup) -> str:
-    """Return the SHA-256 of the ids of evaluation ``rows``, little-endian in the recipe's dtype."""
+def sha256_of_lanes(lanes: NDArray[np.unsignedinteger], setup: Setup) -> str:
+    """Return the SHA-256 of the ids of evaluation ``lanes``, little-endian in the recipe's
+    dtype."""
     return hashlib.sha256(
-        ids_of(rows).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()
+        ids_of(lanes).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()
     ).hexdigest()
 
 
-def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -> Holdout:
+def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutLanes, params: Any) -> Holdout:
     """Evaluate the track's second range of the validation tokens by the program of the first; every
     process must."""
-    first, rows = holdout
-    known = looked_up(setup.data.loader, rows)
+    first, lanes = holdout
+    known = looked_up(setup.data.loader, lanes)
     validation = evaluate.to_devices(
-        known, setup.program.eval_rows, setup.recipe, setup.placement.mesh
+        known, setup.program.eval_lanes, setup.recipe, setup.placement.mesh
     )
     validation.tokenizer_mask = setup.validation.tokenizer_mask
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
-    sha256 = sha256_of_rows(rows, setup)
+    sha256 = sha256_of_lanes(lanes, setup)
     return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}
 
 
@@ -310,4 +311,4 @@ def overlap_of_run(setup: Setup) -> float:
     """Return the share of the validation tokens that occur in the tokens trained on
     (:func:`overlap`)."""
     ranges = trained_on(setup.data.shards, setup.data.loader.state_dict())
-    return overlap(ranges, setup.data.shards.dtype, ids_of(setup.data.rows))
+    return overlap(ranges, setup.data.shards.dtype, ids_of(setup.data.lanes))

@@ -10,12 +10,12 @@ import numpy as np
 
 from jspeed.record.schema import Unread
 from jspeed.run.evaluate import to_devices, validation_loss
-from jspeed.run.evidence.probes import sha256_of_rows
+from jspeed.run.evidence.probes import sha256_of_lanes
 from jspeed.run.setup import Setup, open_loader
 
 
-def unread_rows(setup: Setup, steps: int) -> np.ndarray:
-    """Return rows ``[R, eval_len + 1]`` of the batches that would have come after ``steps``: at
+def unread_lanes(setup: Setup, steps: int) -> np.ndarray:
+    """Return lanes ``[R, eval_len + 1]`` of the batches that would have come after ``steps``: at
     most as many as the validation has.
 
     None, ``[0, eval_len + 1]``, where the stream begins another epoch before them.
@@ -23,11 +23,11 @@ def unread_rows(setup: Setup, steps: int) -> np.ndarray:
     recipe, wanted = setup.recipe, setup.validation.count
     last = recipe.stages[-1]
     length = recipe.eval_len
-    rows_of_batch = recipe.lanes * (last.lane_len // length)
-    nothing = np.empty((0, length + 1), setup.data.rows.dtype)
-    if recipe.beside or not rows_of_batch:
+    lanes_of_batch = recipe.lanes * (last.lane_len // length)
+    nothing = np.empty((0, length + 1), setup.data.lanes.dtype)
+    if recipe.beside or not lanes_of_batch:
         return nothing
-    more = -(-wanted // rows_of_batch)
+    more = -(-wanted // lanes_of_batch)
     longer = (*recipe.stages[:-1], replace(last, steps=last.steps + more))
     stream = replace(recipe, stages=longer)
     with open_loader(stream, setup.data.shards, setup.options.seed, all_lanes=True) as loader:
@@ -42,15 +42,15 @@ def unread_rows(setup: Setup, steps: int) -> np.ndarray:
 def evaluate_unread(setup: Setup, steps: int, params: object) -> Unread | None:
     """Return the loss of ``params`` on text that the run has not read in its ``steps``; every
     process must call this."""
-    rows = unread_rows(setup, steps)
-    if not len(rows):
+    lanes = unread_lanes(setup, steps)
+    if not len(lanes):
         return None
     mesh, program = setup.placement.mesh, setup.program
-    validation = to_devices(rows, program.eval_rows, setup.recipe, mesh)
+    validation = to_devices(lanes, program.eval_lanes, setup.recipe, mesh)
     validation.tokenizer_mask = setup.validation.tokenizer_mask
     loss = validation_loss(program.evaluate, params, validation)
     return {
         "tokens": validation.tokens,
-        "sha256": sha256_of_rows(rows, setup),
+        "sha256": sha256_of_lanes(lanes, setup),
         "val_loss": loss if np.isfinite(loss) else None,
     }
