@@ -47,17 +47,17 @@ def test_ids_reach_the_devices_whole():
     recipe = replace(find("stdlib", TOYS["stdlib"]).recipe, data=Data("mine", IDS, IDS - 1))
     mesh = make_mesh()
     rows = np.full((8, recipe.eval_len + 1), IDS - 1, np.uint32)
-    np.testing.assert_array_equal(evaluate.to_devices(rows, 8, recipe, mesh).rows, rows)
+    np.testing.assert_array_equal(evaluate.to_devices(rows, 8, recipe, mesh).lanes, rows)
     traced = program.trace_step(
         recipe, recipe.stages[0], Placement(mesh, "zero1", device_of(mesh)), 1
     )
     assert traced.jaxpr.in_avals[-1].dtype == np.uint32
-    padded, lowered = program.lower_evaluation(
+    padded, traced = program.trace_evaluation(
         recipe, Placement(mesh, "zero1", device_of(mesh)), 64, 8
     )
-    assert {a.dtype for a in jax.tree.leaves(lowered.in_avals)[-2:]} == {np.dtype(np.uint32)}
+    assert {a.dtype for a in jax.tree.leaves(traced.lower().in_avals)[-2:]} == {np.dtype(np.uint32)}
     short = replace(recipe, data=Data("mine", 2**16, 0))
-    assert evaluate.to_devices(rows, 8, short, mesh).rows.dtype == np.uint16
+    assert evaluate.to_devices(rows, 8, short, mesh).lanes.dtype == np.uint16
 
 
 @pytest.mark.slow

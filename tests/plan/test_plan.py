@@ -32,7 +32,7 @@ from jspeed.recipes import r92
 from jspeed.record.sizes import parameter_count
 from jspeed.run.compute import division, program
 from jspeed.run.compute.accumulators import first_alike, updates
-from jspeed.run.compute.device import Asked, Device
+from jspeed.run.compute.device import Device, Request
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
@@ -54,7 +54,7 @@ def placement_here(
 ) -> TargetPlacement:
     """Eight devices of this CPU in the place of eight H100s, which take ``at_once`` tokens or
     ``micro_batch``."""
-    asked = Asked(None, micro_batch)
+    asked = Request(None, micro_batch)
     device = Device(platform, "xla", "emulated", at_once, memory, asked=asked)
     placed = place(recipe, mesh or make_mesh({"data": 8}), layout, device)
     return TargetPlacement(cluster=parse_target("h100x8"), **vars(placed))

@@ -160,12 +160,12 @@ def test_the_loss_is_the_same_on_any_number_of_devices(tmp_path):
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - own)
     for devices in (1, 8):
         mesh = make_mesh({"data": devices}, jax.devices()[:devices])
-        padded, lowered = program.lower_evaluation(
+        padded, traced = program.trace_evaluation(
             recipe, Placement(mesh, "zero1", device_of(mesh)), 32, len(rows)
         )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
         assert evaluate.validation_loss(compiled, placed, validation) > expected + 0.01
         validation.tokenizer_mask = put(
             np.packbits(bits, axis=1, bitorder="little"), replicated(mesh)

@@ -185,8 +185,8 @@ def describe_evaluation(recipe: Recipe, placement: TargetPlacement) -> Evaluatio
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
     build = partial(machine_code.compiled, device=placement.device)
     with pretend(placement.cluster.target):
-        _, lowered = program.lower_evaluation(recipe, placement, micro_tokens, rows)
-        need, compiled = compiler.need_and_step(build, lowered)
+        _, traced = program.trace_evaluation(recipe, placement, micro_tokens, rows)
+        need, compiled = compiler.need_and_step(build, traced.lower())
     if compiled is None:
         raise compiler.DoesNotFit(need)
     longest = recipe.eval_max_doc_len or recipe.eval_len

@@ -18,7 +18,7 @@ from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, 
 from jspeed.parallel.mesh import lane_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_sparse
 from jspeed.record.sizes import is_matrix
-from jspeed.run.compute.device import GPU_MICRO_BATCH, Asked, Device
+from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, Request
 from jspeed.run.compute.division import lanes_of_device, micro_batches
 from jspeed.run.compute.program import local_bytes, state_shardings
 from jspeed.run.find_recipe import LoadedRecipe, find
@@ -140,7 +140,7 @@ def micro_batching(
 ) -> tuple[int, int]:
     """Return (micro-batches in a step, tokens of each on a device), as training on GPUs would
     without measuring."""
-    gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH, asked=Asked(None, micro_batch))
+    gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH, asked=Request(None, micro_batch))
     parts, *_ = micro_batches(recipe, stage, mesh, gpu)
     return parts, lanes_of_device(recipe, stage, mesh) * stage.lane_len // parts
 

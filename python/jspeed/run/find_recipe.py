@@ -31,7 +31,6 @@ IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its 
 # which follow the rows that a recipe with PAD trains on
 ROW_FIELDS = ("LANE_LEN", "EVAL_LEN", "EVAL_TOKENS")
 GPT2_TABLE = "jspeed.model.prefixes"  # knows GPT-2's tokens only
-TRACED: set[str] = set()  # hashes of the recipes whose functions this process has tried
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,8 @@ def find(
             recipe = on_tokens(recipe, fields | overrides, tokens)
             overrides["tokens"] = dict(tokens)
         check_recipe(recipe)
-        if trace and (key := recipe_hash(source, fields | overrides)) not in TRACED:
+        if trace:
             check_functions(recipe)
-            TRACED.add(key)
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 
 

@@ -38,9 +38,9 @@ from jspeed.run.compute import host_tables
 from jspeed.run.compute.device import (
     Device,
     Placement,
+    attending_of,
     choices,
     device_of,
-    has_document_masks,
     keep_freed_memory,
     memory_of,
     platform_problem,
@@ -380,16 +380,12 @@ def with_less_memory(
 ) -> Placement:
     """Return ``placement`` with how the compiled steps take less memory than the opening says.
     Print that, and which known faults they meet."""
-    less = [
-        f"{note}: the same training in less memory"
-        for note in memory_notes(
-            recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat
-        )
-    ]
+    how = program.micro_tokens, program.head_chunk, program.remat
+    less = [*memory_notes(recipe.stages[-1], *how)]
     if program.parts != placement.parts:
         less.insert(0, f"{output.by_stage(program.parts)} micro-batches, which fit in memory")
-    packed = has_document_masks(recipe)
-    output.notes(console, *less, *hooks.faults(placement.device, packed, program.texts))
+    faults = hooks.faults(placement.device, attending_of(recipe).packed, program.texts)
+    output.notes(console, *less, *faults)
     return placement.with_device(less=tuple(less))
 
 

@@ -55,7 +55,7 @@ def options(tmp_path, monkeypatch):
     def here(mesh, asked, *_):
         rest = () if asked else ("xla",)
         return device.Device(
-            "cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=device.Asked(asked)
+            "cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=device.Request(asked)
         )
 
     monkeypatch.setattr(setup, "device_of", here)

@@ -103,7 +103,9 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     ]
     with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
         preflight.preflight(
-            RECIPE, on(one_device(), with_cudnn((), asked=device.Asked("cudnn")), fp8="auto"), said
+            RECIPE,
+            on(one_device(), with_cudnn((), asked=device.Request("cudnn")), fp8="auto"),
+            said,
         )
 
 
@@ -325,7 +327,7 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     _, found = preflight.compile_or_fall_back(RECIPE, three, said, build)
     assert found.device.attention == "xla"
     assert found.device.refused[-1].startswith("attention triton: Refused")
-    asked = start.with_device(fallbacks=(), asked=device.Asked("cudnn"))
+    asked = start.with_device(fallbacks=(), asked=device.Request("cudnn"))
     with pytest.raises(BadInput, match="--attention cudnn: .* cannot be compiled .* .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, asked, said, build)
 

@@ -61,7 +61,12 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
 
     def here(mesh, asked, *_):
         return device.Device(
-            "cpu", asked or "cudnn", "emulated", 512, fallbacks=("xla",), asked=device.Asked(asked)
+            "cpu",
+            asked or "cudnn",
+            "emulated",
+            512,
+            fallbacks=("xla",),
+            asked=device.Request(asked),
         )
 
     monkeypatch.setattr(setup, "device_of", here)

@@ -14,7 +14,7 @@ import optax
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute.device import Placement, device_of
-from jspeed.run.compute.program import lower_evaluation, trace_step
+from jspeed.run.compute.program import trace_evaluation, trace_step
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -49,9 +49,8 @@ def compile_one(name, dtype, layout):
     recipe, mesh = toy(name, dtype), mesh_for(layout)
     layouts.check_layout(layout, mesh, recipe)
     if layout in layouts.LAYOUTS:
-        lower_evaluation(recipe, Placement(mesh, layout, device_of(mesh)), recipe.eval_len, 4)[
-            1
-        ].compile()
+        placed = Placement(mesh, layout, device_of(mesh))
+        trace_evaluation(recipe, placed, recipe.eval_len, 4)[1].lower().compile()
     else:
         recipe = replace(recipe, optimizer=lambda: optax.sgd(0.1))
     trace_step(

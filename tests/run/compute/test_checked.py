@@ -10,7 +10,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute.checked import NOBODY, unchecked
-from jspeed.run.compute.device import Asked, Device, Placement, device_of
+from jspeed.run.compute.device import Device, Placement, Request, device_of
 from jspeed.run.find_recipe import find
 
 RECIPE = find("stdlib", trace=False).recipe
@@ -34,7 +34,7 @@ def test_a_cpu_lacks_nothing(said):
 
 
 def test_a_gpu_takes_plain_xla_in_one_line(said):
-    auto = Asked(fp8="auto", custom_kernels="auto")
+    auto = Request(fp8="auto", custom_kernels="auto")
     gpu = Device("gpu", "cudnn", "native", 512, fallbacks=("xla",), asked=auto, custom_kernels=OWN)
     found = unchecked(RECIPE, on(gpu), said).device
     recorded = found.record()
@@ -57,11 +57,11 @@ def test_a_gpu_takes_plain_xla_in_one_line(said):
 @pytest.mark.parametrize(
     ("device", "name"),
     [
-        (Device("gpu", "cudnn", "missing", 512, asked=Asked("cudnn")), "attention cudnn"),
-        (Device("gpu", "xla", "native", 512, asked=Asked(fp8="on")), "FP8 matmuls"),
+        (Device("gpu", "cudnn", "missing", 512, asked=Request("cudnn")), "attention cudnn"),
+        (Device("gpu", "xla", "native", 512, asked=Request(fp8="on")), "FP8 matmuls"),
         (
             Device(
-                "gpu", "xla", "missing", 1, asked=Asked(custom_kernels="on"), custom_kernels=OWN
+                "gpu", "xla", "missing", 1, asked=Request(custom_kernels="on"), custom_kernels=OWN
             ),
             "custom kernels",
         ),
@@ -71,5 +71,5 @@ def test_what_was_asked_for_is_refused(device, name, said):
     with pytest.raises(BadInput, match=f"{name}: .* --no-preflight") as refused:
         unchecked(RECIPE, on(device), said)
     assert "\n" not in str(refused.value)
-    auto = dataclasses.replace(device, asked=Asked(fp8="auto", custom_kernels="auto"))
+    auto = dataclasses.replace(device, asked=Request(fp8="auto", custom_kernels="auto"))
     assert unchecked(RECIPE, on(auto), said).device.refused

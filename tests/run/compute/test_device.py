@@ -114,11 +114,11 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     large, small = (compiler.memory_needed(step.lower().compile()) for step in steps)
     assert small < large
     tight = replace(cpu, memory=(small + large) // 2)
-    asked = place(recipe, mesh, "zero1", replace(tight, asked=device.Asked(None, 512)))
+    asked = place(recipe, mesh, "zero1", replace(tight, asked=device.Request(None, 512)))
     refused("512 .*--micro-batch", program.fit, recipe, asked, 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
-    tiny = place(recipe, mesh, "zero1", replace(cpu, memory=1000, asked=device.Asked(None, 256)))
+    tiny = place(recipe, mesh, "zero1", replace(cpu, memory=1000, asked=device.Request(None, 256)))
     refused("with 256 tokens at once .*; use more or larger", program.fit, recipe, tiny, 0)
 
 
@@ -180,14 +180,14 @@ def test_mesh_fills_minus_one_and_counts_devices():
 def test_fp8_in_words(fp8, asked, value, why):
     capability = None if fp8 == "emulated" else (9, 0)
     given = device.Device("gpu", "xla", fp8, 512, capability=capability)
-    _, found, _ = device.choices(replace(given, asked=device.Asked(fp8=asked)))
+    _, found, _ = device.choices(replace(given, asked=device.Request(fp8=asked)))
     assert (found.name, found.value) == ("FP8", value) and why in found.why
     assert len(device.choices(given)) == 2
 
 
 def test_what_was_found_and_asked_is_the_reason():
     gpu = device.Device("gpu", "triton", "missing", 512, capability=(9, 0), note="a note")
-    asked = device.Asked("triton", 4096, "auto", "auto")
+    asked = device.Request("triton", 4096, "auto", "auto")
     refused = tuple(
         f"{name}: bad" for name in ("attention cudnn", "FP8 matmuls", "custom kernel A")
     )
@@ -209,14 +209,14 @@ def test_what_was_found_and_asked_is_the_reason():
     ],
 )
 def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
-    asked = device.Asked(fp8="on")
+    asked = device.Request(fp8="on")
     gpu = device.Device("gpu", attention, fp8, 512, capability=capability, asked=asked)
     said = " ".join(choice.why for choice in device.choices(gpu))
     assert all(word in said for word in words)
 
 
 def test_a_device_without_kernels_of_its_own_gets_its_note():
-    asked = device.Asked(fp8="on")
+    asked = device.Request(fp8="on")
     tpu = device.Device("tpu", "splash", "missing", 512, asked=asked, note="TPU v9: new")
     assert [choice.why for choice in device.choices(tpu)][:2] == ["TPU v9: new"] * 2
 
@@ -307,7 +307,7 @@ def test_a_tpu_s_compiler_short_of_memory_is_asked_for_less(monkeypatch):
     monkeypatch.setattr(program, "trace_step", lambda *a: Lowered(parts=a[3]))
     monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tpu), 0)[1] == 4
-    asked = place(recipe, mesh, "zero1", replace(tpu, asked=device.Asked(None, 128)))
+    asked = place(recipe, mesh, "zero1", replace(tpu, asked=device.Request(None, 128)))
     refused("57.6 GB .* 16.0 GB; .*--micro-batch", program.fit, recipe, asked, 0)
     refused(r"a program needs 57.6 GB of a device", compiler.compiled, Lowered(parts=1), tpu)
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -167,7 +167,7 @@ def test_what_fits_is_found_largest_first():
     assert needs == sorted(needs, reverse=True)
     tight = dataclasses.replace(cpu, memory=(needs[1] + needs[2]) // 2)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 4
-    asked = dataclasses.replace(tight, asked=device.Asked(None, LANE))
+    asked = dataclasses.replace(tight, asked=device.Request(None, LANE))
     refused("128.*--micro-batch", program.fit, recipe, place(recipe, mesh, "zero1", asked), 0)
 
 

@@ -330,12 +330,12 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     for devices in (1, 8):
         mesh = mesh_of(devices)
         device = device_of(mesh)
-        padded, lowered = program.lower_evaluation(
+        padded, traced = program.trace_evaluation(
             recipe, Placement(mesh, "zero1", device), recipe.eval_len, len(rows)
         )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         spread = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-        found = evaluate.validation_loss(lowered.compile(), spread, validation)
+        found = evaluate.validation_loss(traced.lower().compile(), spread, validation)
         assert found == pytest.approx(expected, abs=1e-6)
 
 

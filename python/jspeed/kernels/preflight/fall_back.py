@@ -24,9 +24,7 @@ from jspeed.run.compute.checked import Build, with_calls
 from jspeed.run.compute.device import (
     Device,
     Placement,
-    has_bounded_documents,
-    has_document_masks,
-    head_width,
+    attending_of,
     takes,
 )
 from jspeed.run.compute.program import Program
@@ -100,16 +98,12 @@ def fp8_matmuls() -> Feature:
 
 def custom_kernels(recipe: Recipe, device: Device) -> list[Feature]:
     """The custom kernels of ``device``, each by itself."""
-    found = []
+    found, asks = [], attending_of(recipe)
     for kernel in sorted(device.custom_kernels):
         name = f"custom kernel {kernel}"
         its = {name: partial(checks.custom_kernel_error, kernel)}
-        if (
-            kernel == "queries and keys"
-            and device.attention == "cudnn"
-            and has_bounded_documents(recipe)
-        ):
-            width = head_width(recipe) or 128
+        if kernel == "queries and keys" and device.attention == "cudnn" and asks.bounded:
+            width = asks.width or 128
             check = partial(checks.attention_error, "cudnn", width, packed=True, doc_tagged=True)
             its[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
         found.append(
@@ -128,15 +122,15 @@ def working_attention(recipe: Recipe, before: Placement) -> Placement:
 
     Raises :class:`BadInput` when none does.
     """
-    width = head_width(recipe) or 128
-    packed = has_document_masks(recipe)
+    packed, bounded, width = attending_of(recipe)
+    width = width or 128
     backends: Sequence[str] = (before.device.attention, *before.device.fallbacks)
     others = tuple(name for name in before.device.checks if not name.startswith("attention "))
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
         kinds: dict[str, dict[str, bool]] = {"packed" if packed else "causal": {}}
         # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
-        if backend == "cudnn" and has_bounded_documents(recipe):
+        if backend == "cudnn" and bounded:
             kinds["packed, a longest document"] = {"bounded": True}
         names, reason = [], None
         for kind, how in kinds.items():

@@ -42,7 +42,7 @@ WHY_FP8 = {
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What was asked of the choices: by flags (None: nothing), and by fields of the recipe (empty:
     it has none)."""
 
@@ -76,7 +76,7 @@ class Device:
     memory: int | None = None  # bytes; None: unknown
     capability: tuple[int, ...] | None = None  # CUDA's, as (9, 0), of NVIDIA GPUs
     fallbacks: tuple[str, ...] = ()
-    asked: Asked = Asked()
+    asked: Request = Request()
     note: str | None = None  # of a kind that is not known, and of kernels that this JAX lacks
     custom_kernels: frozenset[str] = frozenset()  # jspeed's, that may replace parts of the recipe
     checks: tuple[str, ...] = ()  # names of the preflight's that passed
@@ -140,8 +140,8 @@ def device_of(
     OWN_KERNELS takes them. A device that is not known gets what runs everywhere, and a note. Raises
     :class:`BadInput` for a backend that is unknown, or that these devices do not have.
     """
-    first, own = mesh.devices.flat[0], "OWN_KERNELS"
-    asked = Asked(attention, micro_batch, *((fields or {}).get(each, "") for each in ("FP8", own)))
+    first, given = mesh.devices.flat[0], fields or {}
+    asked = Request(attention, micro_batch, given.get("FP8", ""), given.get("OWN_KERNELS", ""))
     chip = chip_of(first)
     known = []
     if first.platform != "cpu":
@@ -155,11 +155,7 @@ def device_of(
     if first.platform == "cpu":
         return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=asked)
     memory = memory or memory_of(mesh)
-    asks = Attending(True)
-    if recipe is not None:
-        packed, bounded = has_document_masks(recipe), has_bounded_documents(recipe)
-        asks = Attending(packed, bounded, head_width(recipe))
-    there = custom_kernels.available(chip, asks)
+    there = custom_kernels.available(chip, attending_of(recipe) if recipe else Attending(True))
     best, *rest = [attention] if attention else there.attention
     notes = None if chip.capability else device_note(first), there.lacking
     return Device(
@@ -219,19 +215,11 @@ def choices(device: Device) -> list[Choice]:
     return [*found, Choice("micro-batch", f"{tokens:,} tokens", "; ".join((said, *device.less)))]
 
 
-def has_document_masks(recipe: Recipe) -> bool:
-    """Whether attention of ``recipe`` is told where documents start."""
-    return any(stage.max_docs for stage in recipe.stages)
-
-
-def has_bounded_documents(recipe: Recipe) -> bool:
-    """Whether attention of ``recipe`` is told of the longest document, too."""
-    return any(stage.max_docs and stage.max_doc_len for stage in recipe.stages)
-
-
-def head_width(recipe: Recipe | None) -> int | None:
-    """Channels of an attention head; None where the recipe does not say."""
-    return recipe.attention_width // recipe.heads if recipe and recipe.heads else None
+def attending_of(recipe: Recipe) -> Attending:
+    """Return what ``recipe`` asks of attention."""
+    packed = [stage for stage in recipe.stages if stage.max_docs]
+    width = recipe.attention_width // recipe.heads if recipe.heads else None
+    return Attending(bool(packed), any(stage.max_doc_len for stage in packed), width)
 
 
 def chip_of(device: Any) -> Chip:

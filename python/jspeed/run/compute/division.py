@@ -312,13 +312,12 @@ def memory_notes(
 ) -> Iterator[str]:
     """Yield a note on each setting that makes a step of ``stage`` fit; none if a device takes whole
     lanes and all of their logits at once."""
+    same = ": the same training in less memory"
     if micro_tokens < (lane := stage.lane_len):
         sub_lanes = lane // micro_tokens
-        longest = f"sub-lanes of at most {sub_lane_length(stage, sub_lanes):,}, one at a time"
+        longest = f"sub-lanes of at most {sub_lane_length(stage, sub_lanes):,}, one at a time{same}"
         yield f"a lane of {lane:,} tokens is cut at document borders into {sub_lanes} {longest}"
     if head_chunk:
-        yield (
-            f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
-        )
+        yield f"the head's loss is computed from logits of {head_chunk:,} tokens at a time{same}"
     if remat:
-        yield "layers are recomputed for their gradients instead of stored"
+        yield f"layers are recomputed for their gradients instead of stored{same}"

@@ -382,14 +382,6 @@ def step_context(stage: Stage, device: Device) -> Context:
     return Context(stage, True, attention=device.attention, fp8=device.fp8, kernels=kernels)
 
 
-def lower_evaluation(
-    recipe: Recipe, placement: Placement, micro_tokens: int, lanes: int
-) -> tuple[int, jax.stages.Lowered]:
-    """Lower :func:`trace_evaluation`; returns the padded lanes too."""
-    padded, traced = trace_evaluation(recipe, placement, micro_tokens, lanes)
-    return padded, traced.lower()
-
-
 def trace_evaluation(
     recipe: Recipe, placement: Placement, micro_tokens: int, lanes: int, measure: Measure = losses
 ) -> tuple[int, jax.stages.Traced]:
