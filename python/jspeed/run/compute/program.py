@@ -50,7 +50,6 @@ from jspeed.run.compute.step import (
     without_jit,
 )
 
-WARM_UPS = 2  # of each executable
 StepProgram = Callable[[State, Any], tuple[State, Metrics]]
 
 
@@ -105,11 +104,6 @@ class Program:
     def need(self) -> int:
         """Bytes of a device that the step needs which needs most."""
         return max(map(memory_needed, self.compiled), default=0)
-
-    @property
-    def warm_up_steps(self) -> int:
-        """Steps that :func:`jspeed.run.compute.warm_up.warm_up` makes."""
-        return WARM_UPS * sum(map(len, self.steps))
 
     def texts(self) -> Iterator[str]:
         """Yield the optimised HLO of each step that was compiled."""

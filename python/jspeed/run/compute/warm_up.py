@@ -10,7 +10,9 @@ from jspeed.base.compiler import out_of_memory
 from jspeed.base.processes import gather
 from jspeed.parallel.mesh import batch_lanes, put
 from jspeed.recipe import Recipe
-from jspeed.run.compute.program import WARM_UPS, Program
+from jspeed.run.compute.program import Program
+
+WARM_UPS = 2  # of each executable; on a CPU one: the step after it takes no longer than later ones
 
 
 def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
@@ -26,6 +28,11 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) 
     return not any(gather("out of memory in warm-up", failure))
 
 
+def warm_ups(mesh: Mesh) -> int:
+    """Return how often every step is run before the clock starts."""
+    return 1 if mesh.devices.flat[0].platform == "cpu" else WARM_UPS
+
+
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
     """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
     first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
@@ -33,7 +40,7 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> No
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.lane_words(stage.lane_len)), recipe.data.dtype)
-        for step in WARM_UPS * steps:
+        for step in warm_ups(mesh) * steps:
             batch = dummy if program.calls else put(dummy, batch_lanes(mesh))
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)

@@ -34,6 +34,7 @@ from jspeed.run.compute.host_tables import with_given
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.score import losses, without_padding
 from jspeed.run.compute.step import State, replicated_on_all_devices
+from jspeed.run.compute.warm_up import warm_ups
 from jspeed.run.evaluate import look_up, put_padded, to_devices, token_losses, weighted_mean
 from jspeed.run.evidence import causality, stream
 from jspeed.run.setup import Setup, open_loader
@@ -78,7 +79,7 @@ def run_all(
         "warm_up_leaves_state": {"passed": start.initial_checksum == start.after_warm_up}
         | {
             "state": start.initial_checksum,
-            "untimed_steps": setup.program.warm_up_steps,
+            "untimed_steps": warm_ups(setup.placement.mesh) * sum(map(len, setup.program.steps)),
             "on": "zeros",
         },
         "no_overlap": no_overlap(setup),
