@@ -1,13 +1,12 @@
-"""Gathered copies and accumulated gradients of parameters that are updated every few steps, carried
-between steps.
+"""Gathered copies and accumulated gradients of slow parameters, which are updated every few steps,
+carried between steps. Without any, as in ``r29``, both are empty.
 
-Such parameters are all-gathered once, and their gradients reduce-scattered once, between two
+Slow parameters are all-gathered once, and their gradients reduce-scattered once, between two
 updates. Until then each device carries the gathered copies, where they are not the parameter
 itself, and its accumulated gradients, both in the compute dtype. Gradients of tables that are
 ``grad_accum_fp32`` are fp32, and a step adds its rows to them in place. Of sparse tables it
 carries the rows that the steps have named and their gradients, one list for each step (``Pending``
-of
-:mod:`jspeed.parallel.sparse_rows`).
+of :mod:`jspeed.parallel.sparse_rows`).
 """
 
 from collections.abc import Callable, Mapping

@@ -136,7 +136,9 @@ def train_step(
     old = without_sparse(recipe, state["params"])
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
+    # read by optimizers that skip steps, of recipes with `every`; others do not get it
     due = accumulators.number_due(recipe, ctx.stage, phase)
+    # optim/muon.py reshards its banks between matrices, on the mesh that is set here
     by_matrix = find_layout(layout).shards_matrices
     with use_abstract_mesh(mesh.abstract_mesh) if by_matrix else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
