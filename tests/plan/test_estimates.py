@@ -14,6 +14,7 @@ from jspeed.board.records.remarks import RECORDS
 from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import estimates
+from jspeed.plan.compile import place_on_gpus
 from jspeed.plan.views import terminal
 from jspeed.recipe import Context, init_parameters, leaves
 from jspeed.record.sizes import parameter_count
@@ -48,9 +49,13 @@ def test_published_parameter_counts(name, count):
     assert recipe.name == name and parameter_count(recipe.parameters) == count
 
 
+def memory(recipe, stage, *placed):
+    return estimates.memory(recipe, stage, place_on_gpus(recipe, *placed))
+
+
 def said(recipe, layout, mesh, limit) -> str:
     console = Console(width=200, file=io.StringIO())
-    terminal.print_estimates(console, recipe, layout, mesh, limit)
+    terminal.print_estimates(console, recipe, place_on_gpus(recipe, layout, mesh), limit)
     return console.file.getvalue()
 
 
@@ -58,7 +63,7 @@ def test_gpt3_does_not_fit_in_layout_zero1():
     """Every device gathers all 349 GB of bf16 parameters."""
     recipe = estimates.published("gpt3").recipe
     mesh = estimates.abstract_mesh({"data": 64})
-    assert estimates.memory(recipe, recipe.stages[0], "zero1", mesh).gathered == 2 * 174_604_259_328
+    assert memory(recipe, recipe.stages[0], "zero1", mesh).gathered == 2 * 174_604_259_328
     [line] = [
         line
         for line in said(recipe, "zero1", mesh, 80_000_000_000).splitlines()
@@ -72,7 +77,7 @@ def test_gpt3_in_layout_fsdp_gathers_one_layer_at_a_time():
     recipe, mesh = estimates.published("gpt3").recipe, estimates.abstract_mesh({"data": 64})
     count = parameter_count(recipe.parameters)
     stacked = sum(s.size for _, s in leaves(recipe.parameters) if s.stacks_layers)
-    found = estimates.memory(recipe, recipe.stages[0], "fsdp", mesh)
+    found = memory(recipe, recipe.stages[0], "fsdp", mesh)
     outside = 2 * (count - stacked)
     assert found.gathered == pytest.approx(outside + 2 * stacked / 96 + 2 * stacked / 64, rel=5e-3)
     assert (found.fits(80_000_000_000), found.fits(10**9), found.fits(10**13)) == (
@@ -87,7 +92,7 @@ def test_memory_of_r21_by_hand(r21):
     """zero1 on eight devices: banks and tables are cut in eight, 54 scalars are not."""
     attention, mlp, table = 48 * 768 * 768, 24 * 768 * 3072, 50_304 * 768
     scalars = 2 * 12 + 2 * 12 + 6
-    found = estimates.memory(r21, r21.stages[-1], "zero1", EIGHT)
+    found = memory(r21, r21.stages[-1], "zero1", EIGHT)
     # "values" is [3, 50304, 768] and is cut along its second axis; "embed" and "head" are one table
     # each.
     cut = attention + mlp + 5 * table
@@ -113,7 +118,7 @@ def test_parameters_lie_as_the_layout_says(name, layout, devices):
     for _, spec in leaves(recipe.parameters):
         dim = sharded_dim(partition(spec, layout, mesh))
         local += math.prod(n // devices if i == dim else n for i, n in enumerate(spec.shape)) * 4
-    found = estimates.memory(recipe, recipe.stages[0], layout, mesh)
+    found = memory(recipe, recipe.stages[0], layout, mesh)
     assert found.parameters == local
     if devices == 1:
         copies = (s for _, s in leaves(recipe.parameters) if s.compute)
@@ -130,7 +135,7 @@ def test_what_is_kept_is_what_the_compiled_step_takes():
         recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1
     ).lower()
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes
-    assert estimates.memory(recipe, recipe.stages[0], layout, mesh, 16).kept == arguments
+    assert memory(recipe, recipe.stages[0], layout, mesh, 16).kept == arguments
     shapes, shardings = program.state_shardings(recipe, layout, mesh)
     state = jax.tree.map(
         lambda x, to: jax.device_put(np.zeros(x.shape, x.dtype), to), shapes, shardings
@@ -145,8 +150,7 @@ def test_a_mesh_of_two_axes_divides_what_it_shards():
     mesh = estimates.abstract_mesh({"data": -1, "model": 2}, 8)
     assert dict(mesh.shape) == {"data": 4, "model": 2}
     tp, dp = (
-        estimates.memory(recipe, recipe.stages[0], layout, on)
-        for layout, on in (("tp", mesh), ("dp", EIGHT))
+        memory(recipe, recipe.stages[0], layout, on) for layout, on in (("tp", mesh), ("dp", EIGHT))
     )
     halved = sum(
         s.size for _, s in leaves(recipe.parameters) if "model" in partition(s, "tp", mesh)
@@ -158,7 +162,7 @@ def test_a_mesh_of_two_axes_divides_what_it_shards():
 
 def test_batches_of_large_vocabularies_take_four_bytes(r21):
     wide = dataclasses.replace(r21, data=dataclasses.replace(r21.data, vocab_size=100_000))
-    narrow, found = (estimates.memory(r, r.stages[-1], "zero1", EIGHT).batch for r in (r21, wide))
+    narrow, found = (memory(r, r.stages[-1], "zero1", EIGHT).batch for r in (r21, wide))
     assert found == 2 * narrow
 
 
@@ -177,7 +181,7 @@ def test_queries_keys_and_values_apart_keep_what_one_axis_does():
 
 def test_fewer_tokens_at_once_keep_less(gpt2):
     stage = gpt2.stages[0]
-    whole, halves = (estimates.memory(gpt2, stage, "dp", EIGHT, n) for n in (65_536, 32_768))
+    whole, halves = (memory(gpt2, stage, "dp", EIGHT, n) for n in (65_536, 32_768))
     assert whole.activations == 2 * halves.activations
     assert halves.gradients - whole.gradients == 4 * 124_439_808  # the sum over micro-batches
     assert whole.kept == halves.kept
@@ -206,14 +210,12 @@ def test_every_number_is_printed_with_a_formula(r21):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda r: estimates.memory(r, r.stages[0], "zero2", EIGHT), "--layout zero2 is unknown"),
+        (lambda r: memory(r, r.stages[0], "zero2", EIGHT), "--layout zero2 is unknown"),
         (
-            lambda r: estimates.memory(
-                r, r.stages[0], "zero1", estimates.abstract_mesh({"data": 3})
-            ),
+            lambda r: memory(r, r.stages[0], "zero1", estimates.abstract_mesh({"data": 3})),
             "divides 8",
         ),
-        (lambda r: estimates.memory(r, r.stages[0], "zero1", EIGHT, 1000), "--micro-batch 1000"),
+        (lambda r: memory(r, r.stages[0], "zero1", EIGHT, 1000), "--micro-batch 1000"),
         (lambda r: estimates.abstract_mesh({"data": -1, "model": 3}, 8), "whose product is 8"),
     ],
 )

@@ -114,7 +114,6 @@ NAMES = {
     "jspeed.parallel.describe": ("tiles",),
     "jspeed.parallel.layout": (
         "LAYOUTS",
-        "check_layout",
         "gathered_per_layer",
         "partition",
         "partitions",
@@ -227,7 +226,6 @@ NAMES = {
         "divisions",
         "lanes_of_device",
         "looked_up",
-        "micro_batches",
         "place",
         "sub_lanes_of",
     ),

@@ -80,7 +80,7 @@ def plan(
         import jax
 
         from jspeed.parallel.mesh import check_xla_flags, parse_mesh
-        from jspeed.plan.compile import place_on_target
+        from jspeed.plan.compile import place_on_gpus, place_on_target
         from jspeed.plan.describe import describe_evaluation, describe_traffic
         from jspeed.plan.estimates import PUBLISHED, abstract_mesh, published
         from jspeed.plan.host.choose import choose
@@ -123,9 +123,8 @@ def plan(
     absent = missing(cluster.target)
     if size or not compile or absent:
         devices = abstract_mesh(axes or {"data": cluster.devices}, cluster.devices)
-        terminal.print_estimates(
-            console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch
-        )
+        estimated = place_on_gpus(loaded.recipe, layout, devices, micro_batch)
+        terminal.print_estimates(console, loaded.recipe, estimated, cluster.usable_bytes)
         if absent and compile and not size:
             raise BadInput(absent)
         return 0

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jspeed.base import compiler
 from jspeed.base.cores import cores
@@ -24,7 +25,7 @@ from jspeed.plan.target import Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
-from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, Placement, Request, device_of
 from jspeed.run.compute.division import Attempt, attempts, place
 
 # StableHLO writes a quote as \22
@@ -88,6 +89,16 @@ def place_on_target(
     device = device_of(mesh, None, cluster.usable_bytes, recipe, micro_batch=micro_batch)
     placement = place(recipe, mesh, layout, device)
     return TargetPlacement(cluster=cluster, tell=tell, **vars(placement))
+
+
+def place_on_gpus(
+    recipe: Recipe, layout: str, mesh: Mesh, micro_batch: int | None = None
+) -> Placement:
+    """Return the placement of ``recipe`` that training on GPUs would try first. Raises
+    :class:`BadInput` as :func:`jspeed.run.compute.division.place` does."""
+    asked = Request(micro_batch=micro_batch)
+    gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH, asked=asked)
+    return place(recipe, mesh, layout, gpu)
 
 
 def compile_stages(recipe: Recipe, placement: TargetPlacement) -> list[Step]:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
+from jspeed.parallel.layout import gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import lane_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_sparse
 from jspeed.record.sizes import is_matrix
-from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, Request
-from jspeed.run.compute.division import lanes_of_device, micro_batches
+from jspeed.run.compute.device import Placement
+from jspeed.run.compute.division import lanes_of_device
 from jspeed.run.compute.program import local_bytes, state_shardings
 from jspeed.run.find_recipe import LoadedRecipe, find
 
@@ -89,22 +89,19 @@ def abstract_mesh(axes: Mapping[str, int], devices: int | None = None) -> Mesh:
     )
 
 
-def memory(
-    recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: int | None = None
-) -> Memory:
-    """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch``
-    tokens.
+def memory(recipe: Recipe, stage: Stage, placement: Placement) -> Memory:
+    """Bytes of one device in a step of ``stage``, with as many micro-batches as are tried first.
 
-    The state under ``layout`` is exact, lists of rows for sparse tables included, which are
+    The state under the layout is exact, lists of rows for sparse tables included, which are
     then left out. Gathered: every parameter that is cast or sharded over ``data``, gathered over it
     in its compute dtype; of those that are gathered layer by layer one layer, and the device's
     shard of all. Gradients: as gathered in that dtype, then the device's shard in the stored dtype;
     with several micro-batches also an fp32 sum as gathered, or of such layers of the shard.
-    Activations: :func:`activation_bytes`, not divided over ``model``. Raises :class:`BadInput` for
-    a layout that is unknown, or lanes that do not divide over the devices.
+    Activations: :func:`activation_bytes`, not divided over ``model``.
     """
-    check_layout(layout, mesh, recipe)
-    parts, tokens = micro_batching(recipe, stage, mesh, micro_batch)
+    mesh, layout = placement.mesh, placement.layout
+    parts = placement.parts[recipe.stages.index(stage)]
+    tokens = tokens_at_once(recipe, stage, placement)
     state, _ = state_shardings(recipe, layout, mesh)
     later = dict(leaves(gathered_per_layer(recipe, layout)))
     gathered = gradients = 0
@@ -135,14 +132,10 @@ def memory(
     )
 
 
-def micro_batching(
-    recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | None = None
-) -> tuple[int, int]:
-    """Return (micro-batches in a step, tokens of each on a device), as training on GPUs would
-    without measuring."""
-    gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH, asked=Request(None, micro_batch))
-    parts, *_ = micro_batches(recipe, stage, mesh, gpu)
-    return parts, lanes_of_device(recipe, stage, mesh) * stage.lane_len // parts
+def tokens_at_once(recipe: Recipe, stage: Stage, placement: Placement) -> int:
+    """Return the tokens that a device takes at once in a step of ``stage``."""
+    lanes = lanes_of_device(recipe, stage, placement.mesh)
+    return lanes * stage.lane_len // placement.parts[recipe.stages.index(stage)]
 
 
 def activation_bytes(recipe: Recipe, tokens: int) -> int:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import rich.table
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
@@ -14,12 +13,13 @@ from jspeed.base.files import write_whole
 from jspeed.base.numbers import size
 from jspeed.parallel.layout import gathered_per_layer
 from jspeed.parallel.mesh import lane_shards
-from jspeed.plan.estimates import memory, micro_batching
+from jspeed.plan.estimates import memory, tokens_at_once
 from jspeed.plan.schema import EvaluationPlan, Plan, Traffic
 from jspeed.plan.views import tables
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.sizes import describe
 from jspeed.run.clock import now
+from jspeed.run.compute.device import Placement
 from jspeed.run.console import opening
 
 PAGE_ONLY = ("matmuls", "numbers of the cost model", "facts of the device")
@@ -125,20 +125,18 @@ def write_html(path: Path, made: Plan) -> None:
 def print_estimates(
     console: Console,
     recipe: Recipe,
-    layout: str,
-    mesh: Mesh,
+    placement: Placement,
     limit: int,
-    micro_batch: int | None = None,
 ) -> None:
     """Print what needs no compiler, with its formulas: counts of ``recipe``, and the memory of its
     longest stage.
 
-    ``limit``: bytes of a device that a step may take. Raises :class:`BadInput` as
-    :func:`.estimates.memory` does.
+    ``limit``: bytes of a device that a step may take.
     """
     stage = max(recipe.stages, key=lambda stage: stage.lane_len)
-    need = memory(recipe, stage, layout, mesh, micro_batch)
-    _, tokens = micro_batching(recipe, stage, mesh, micro_batch)
+    mesh, layout = placement.mesh, placement.layout
+    need = memory(recipe, stage, placement)
+    tokens = tokens_at_once(recipe, stage, placement)
     by_layer = any(each for _, each in leaves(gathered_per_layer(recipe, layout)))
     whole = "unsharded" + ", of the layers one at a time" * by_layer
     why = f"{size(sum(need))} of {size(limit)}; compile to be sure"
