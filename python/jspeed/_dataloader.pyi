@@ -360,7 +360,8 @@ class RowTable:
 
     Rows are zeros until an update names them. The rule is :func:`jspeed.optim.rows.row_adam`:
     Adam without momentum, with one mean square a row, which decays at every update. Gradients of
-    equal rows are summed in fp32, in the order of the list. Results do not depend on the number of
+    equal rows are summed in fp32, in the order of the list, and the sum of each array of a list is
+    rounded to its dtype, as a device rounds what it sends. Results do not depend on the number of
     threads.
 
     Memory follows the rows in use: ``2 width + 12`` bytes for each, and 4 bytes for each row of the

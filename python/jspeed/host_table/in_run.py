@@ -319,9 +319,15 @@ class TablesOfRun:
         table = self._tables[path]
         rates = {name: float(values[number]) for name, values in self._rates[path].items()}
         waiting = self._pending[path]
-        parts = [part for step in waiting for part in step.gradients]
+        # in an array the sum of those which a device sends for a row is rounded, as it would be
+        parts = [
+            part
+            for step in waiting
+            for of_device in step.gradients
+            for part in np.split(of_device.reshape(-1, table.width), self._share.owners)
+        ]
         try:
-            table.update(number, rows, [part.reshape(-1, table.width) for part in parts], **rates)
+            table.update(number, rows, parts, **rates)
         except BadInput:
             if all(np.isfinite(float(step.loss)) for step in waiting):
                 raise  # else the loop ends the run as diverged

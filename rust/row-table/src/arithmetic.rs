@@ -16,6 +16,8 @@ const REGISTER: usize = 8;
 pub trait Gradient: Pod + Send + Sync {
     /// As fp32, exactly.
     fn widen(self) -> f32;
+    /// The nearest number of its kind, as fp32.
+    fn round(sum: f32) -> f32;
 }
 
 impl Gradient for u16 {
@@ -23,12 +25,20 @@ impl Gradient for u16 {
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self) << 16)
     }
+    #[inline]
+    fn round(sum: f32) -> f32 {
+        narrow(sum).widen()
+    }
 }
 
 impl Gradient for f32 {
     #[inline]
     fn widen(self) -> f32 {
         self
+    }
+    #[inline]
+    fn round(sum: f32) -> f32 {
+        sum
     }
 }
 
@@ -147,15 +157,21 @@ pub fn change_each<G: Gradient>(
 ) -> Option<usize> {
     let Piece { keys, gradients, first, weights, moments } = piece;
     let width = weights.len() / moments.len().max(1);
+    // Where each part ends in the list.
+    let ends: Vec<usize> = gradients
+        .iter()
+        .scan(0, |end, part| {
+            *end += part.len() / width.max(1);
+            Some(*end)
+        })
+        .collect();
+    let part_of = |key: u64| ends.partition_point(|&end| end <= place(key));
     let gradient = |key: u64| {
-        let (mut part, mut start) = (0, place(key) * width);
-        while start >= gradients[part].len() {
-            start -= gradients[part].len();
-            part += 1;
-        }
-        &gradients[part][start..][..width]
+        let part = part_of(key);
+        let start = place(key) + gradients[part].len() / width - ends[part];
+        &gradients[part][start * width..][..width]
     };
-    let mut sums = vec![0.0; width];
+    let (mut sums, mut of_part) = (vec![0.0; width], vec![0.0; width]);
     let mut fetched = 0;
     let mut skipped = None;
     let mut at = 0;
@@ -176,11 +192,21 @@ pub fn change_each<G: Gradient>(
         let changed = if end == at + 1 {
             change_row(change, decay, gradient(keys[at]), row, moment)
         } else {
-            let values = gradient(keys[at]);
-            sums.iter_mut().zip(values).for_each(|(sum, value)| *sum = value.widen());
-            for &key in &keys[at + 1..end] {
-                let values = gradient(key);
-                sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value.widen());
+            sums.fill(0.0);
+            let mut rest = &keys[at..end];
+            while let [key, ..] = rest {
+                let last = ends[part_of(*key)];
+                let (own, later) = rest.split_at(rest.partition_point(|&key| place(key) < last));
+                if let [key] = own {
+                    add(&mut sums, gradient(*key), Gradient::widen);
+                } else {
+                    of_part.fill(0.0);
+                    for &key in own {
+                        add(&mut of_part, gradient(key), Gradient::widen);
+                    }
+                    add(&mut sums, &of_part, G::round);
+                }
+                rest = later;
             }
             change_row(change, decay, &sums, row, moment)
         };
@@ -190,6 +216,13 @@ pub fn change_each<G: Gradient>(
         at = end;
     }
     skipped
+}
+
+/// Add to each sum what is made of its value.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "so that it is compiled for its caller's registers")]
+fn add<T: Copy>(sums: &mut [f32], values: &[T], of: impl Fn(T) -> f32) {
+    sums.iter_mut().zip(values).for_each(|(sum, &value)| *sum += of(value));
 }
 
 /// Change a row, if its mean square is finite.

@@ -9,9 +9,10 @@
 //! mean square decays at every update, also at those that do not name the row: it keeps the number
 //! of its last update, and decays by all betas since when it is named again.
 //!
-//! Gradients of equal rows are summed in fp32, in the order of the list, and a row is changed by
-//! one thread. All arithmetic is IEEE's, without fused operations. So the bits do not depend on the
-//! number of threads.
+//! Gradients come in parts, such as those of a step and a device. A row's are summed in fp32, in
+//! the order of the list, and each part's sum is rounded to the part's numbers, as a device rounds
+//! what it sends. A row is changed by one thread. All arithmetic is IEEE's, without fused
+//! operations. So the bits do not depend on the number of threads.
 #![deny(missing_docs)]
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
