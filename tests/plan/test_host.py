@@ -114,9 +114,11 @@ def test_a_table_goes_to_the_host_where_the_device_has_no_room():
     assert set(moved.recipe.on_host) == {"ngrams"} and placement.host == cost.host_of(ONE)
     kept, placement = choose(R92, ONE, None, lambda recipe: placed(recipe, 10**12))
     assert kept is R92 and placement.host is None
-    for other, cluster in ((find("r29", []), ONE), (R92, parse_target("h100x8x2"))):
-        assert choose(other, cluster, None, placed)[1].host is None
-        refused("--host cores=8 would have no effect", choose, other, cluster, "cores=8", placed)
+    two = parse_target("h100x8x2")
+    assert choose(R92, two, None, placed)[1].host == cost.host_of(two)
+    other = find("r29", [])
+    assert choose(other, ONE, None, placed)[1].host is None
+    refused("--host cores=8 would have no effect", choose, other, ONE, "cores=8", placed)
 
 
 def test_a_table_goes_where_it_is_asked_to():
