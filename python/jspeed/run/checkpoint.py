@@ -42,6 +42,7 @@ NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 SET_ASIDE = ".set-aside"  # suffix of a checkpoint that is not whole: Orbax's names are numbers
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)  # no file there, or a thing that is none
 HASH = "recipe hash"
+SameRun = dict[str, Any]  # what makes two runs the same: values by names that a user knows
 MOST_NAMED = 6  # differences; those of another recipe are many
 
 
@@ -69,7 +70,7 @@ class Checkpoint(TypedDict):
     resumed: list[int]
     ledger: list[Interval]
     loader: dict[str, Any]  # where its stream stands
-    identity: dict[str, Any]
+    identity: SameRun
     stream: NotRequired[str | None]  # hash of all batches so far, of one process alone
 
 

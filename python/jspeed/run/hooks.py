@@ -57,18 +57,6 @@ def nothing(*_: object) -> None:
     """Add nothing."""
 
 
-def nobody_announces(
-    run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None
-) -> Announced | None:
-    """Nothing announced the run."""
-    return None
-
-
-def unannounced(run_dir: Path | None) -> bool:
-    """No run is announced."""
-    return False
-
-
 def no_notes(*_: object) -> Sequence[str]:
     """Say nothing."""
     return ()
@@ -124,10 +112,8 @@ class Hooks:
     )
     faults: Callable[[Device, bool, Callable[[], Iterator[str]]], Sequence[str]] = no_notes
     saved: Callable[[LoadedRecipe, Placement, int, bool, Path | None], Program] = made_anew
-    announced: Callable[[Path | None], bool] = unannounced
-    announcement_of: Callable[[Path | None, str, int, int | None], Announced | None] = (
-        nobody_announces
-    )
+    announced: Callable[[Path | None], bool | None] = nothing
+    announcement_of: Callable[[Path | None, str, int, int | None], Announced | None] = nothing
     second_range: Callable[[Recipe], int | None] = nothing
     notes: Callable[[Recipe, str], Sequence[str]] = no_notes
     remarks: Callable[[Unsealed], Sequence[str]] = no_notes

@@ -18,7 +18,7 @@ import numpy as np
 from jspeed.base.files import Lines
 from jspeed.errors import NoRoom, say
 from jspeed.record.schema import Status, Validation
-from jspeed.run.checkpoint import Checkpoint, MetricsLine
+from jspeed.run.checkpoint import Checkpoint, MetricsLine, SameRun
 from jspeed.run.clock import Clock
 from jspeed.run.console import Display
 from jspeed.run.evidence.stream import BEGIN, chained
@@ -263,7 +263,7 @@ class History:
             self.metrics.write(json.dumps(self.lines[self.written]))
             self.written += 1
 
-    def for_checkpoint(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
+    def for_checkpoint(self, loader: dict[str, Any], identity: SameRun) -> Checkpoint:
         """What a checkpoint keeps of this, with the state of the ``loader`` and the run's
         ``identity``."""
         return {

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from jspeed.record.run_json import read_run
 from jspeed.run.checkpoint import (
     HASH,
     Checkpoint,
+    SameRun,
     check_same,
     newest,
     read_checkpoint,
@@ -105,7 +105,7 @@ class RunDirectory:
 
 
 def open_run_directory(
-    options: Options, recipe: str, identity: dict[str, Any], console: Console
+    options: Options, recipe: str, identity: SameRun, console: Console
 ) -> RunDirectory:
     """Open the run directory of ``options``, by default one called after recipe, time and seed; the
     same on all processes.
@@ -216,7 +216,7 @@ def create_and_lock(run_dir: Path, resume: bool) -> Lines:
     return metrics
 
 
-def check_same_without_checkpoint(run_dir: Path, identity: dict[str, Any]) -> None:
+def check_same_without_checkpoint(run_dir: Path, identity: SameRun) -> None:
     """Raise :class:`BadInput` where ``run_dir`` holds files that this run would write anew from
     step 0, and that may be of another one than ``identity``."""
     if not (names := existing_files(run_dir)):
@@ -248,7 +248,7 @@ def existing_files(run_dir: Path) -> list[str]:
 
 
 def checkpoint_to_resume(
-    run_dir: Path, step: int, identity: dict[str, Any], steps: int | None
+    run_dir: Path, step: int, identity: SameRun, steps: int | None
 ) -> Checkpoint:
     """Return the record of the checkpoint of ``step``.
 

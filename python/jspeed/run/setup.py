@@ -32,7 +32,7 @@ from jspeed.record.provenance import StartEvidence, checksum
 from jspeed.record.sizes import describe
 from jspeed.run import console as output
 from jspeed.run import evaluate, export
-from jspeed.run.checkpoint import HASH, restore
+from jspeed.run.checkpoint import HASH, SameRun, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute import host_tables
 from jspeed.run.compute.device import (
@@ -99,7 +99,7 @@ class Setup:
     program: Program
     validation: evaluate.ValidationSet
     state: State
-    identity: dict[str, Any]
+    identity: SameRun
     at_start: StartEvidence
     placement: Placement
 
@@ -124,7 +124,7 @@ def set_up(
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
     behind. ``saves``: where nothing announced the run, programs are loaded that such a run has
     saved (:mod:`jspeed.saved`)."""
-    announced = hooks.announced(options.run_dir)
+    announced = bool(hooks.announced(options.run_dir))
     use_compile_cache(announced)
     saves = saves and not announced
     if options.programs is not None and not saves:
@@ -240,29 +240,27 @@ def open_data(
     return replace(loaded, recipe=recipe), data
 
 
-def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> dict[str, Any]:
+def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> SameRun:
     """What a checkpoint shares with the run that resumes from it: each of the recipe's fields by
     its name, and more.
 
     What is a flag of its own may differ."""
-    named = (
-        as_json(loaded.fields)
-        | host_tables.place_of(loaded.recipe)
-        | {
-            "recipe source": loaded.source_sha256,
-            HASH: loaded.hash,
-            "seed": options.seed,
-        }
-    )
-    named |= {
+    return {
+        **as_json(loaded.fields),
+        **host_tables.place_of(loaded.recipe),
+        "recipe source": loaded.source_sha256,
+        HASH: loaded.hash,
+        "seed": options.seed,
         "training data": data.shards.fingerprint,
         "validation data": data.val_shards.fingerprint,
+        "--layout": options.layout,
+        "--steps": options.steps,
+        "--micro-batch": options.micro_batch,
+        "--target-loss": options.target_loss,
     }
-    named |= {"--layout": options.layout, "--steps": options.steps}
-    return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
-def settings_of(options: Options, placement: Placement, data: RunData) -> dict[str, Any]:
+def settings_of(options: Options, placement: Placement, data: RunData) -> SameRun:
     """What must be equal besides the identity for several processes to make one run."""
     device = placement.device
     names = ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy", "resume")

@@ -67,7 +67,7 @@ class State(TypedDict):
     optimizer: Any
     step: Any
     accumulators: AccumulatorState
-    rows: dict[str, Any]
+    rows: dict[str, RowState]
     means: Any
 
 
@@ -223,7 +223,7 @@ def draw(drawn: Callable[[jax.Array], State], mesh: Mesh, seed: int) -> State:
     return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
 
 
-def sparse_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
+def sparse_specs(recipe: Recipe, cuts: Any) -> dict[str, RowState]:
     """Return how the state of each table's own optimizer is sharded: as its rows are."""
     placed = accumulators.by_path(recipe, cuts)
     specs: Any = RowState  # of arrays, here of their PartitionSpecs
@@ -240,8 +240,8 @@ def sparse_updates(
     due: int,
     whole: Any,
     grads: Any,
-    rows: dict[str, Any],
-) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    rows: dict[str, RowState],
+) -> tuple[dict[str, jax.Array], dict[str, RowState]]:
     """Inside ``shard_map``: return sparse tables and the state of their optimizers, changed
     where due."""
     placed, every = accumulators.by_path(recipe, cuts), dict(leaves(recipe.parameters))
