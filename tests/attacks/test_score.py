@@ -79,7 +79,10 @@ def test_a_loss_that_scores_itself_scores_nothing(score, data, tmp_path, honest)
 NOT_LOGITS = {
     "fewer ids": (HONEST + "return logits_BTV[..., :32]", "or more in the last axis"),
     "complex numbers": (HONEST + "return logits_BTV + 1j", "complex64"),
-    "one position more": (HONEST + "return jnp.pad(logits_BTV, ((0, 0), (1, 0), (0, 0)))", "shape"),
+    "one position more": (
+        HONEST + "return jnp.pad(logits_BTV, ((0, 0), (1, 0), (0, 0)))",
+        "got logits",
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def find_trained(folder: Path, config: Mapping[str, Any], trust: bool = False) -
     gpt2 of its size. Its own copy runs where it is jspeed's, was trained here, or with ``trust``
     (:mod:`jspeed.run.evidence.foreign_code`)."""
     if config.get("model_type") == "gpt2":
-        return find("gpt2", [*gpt2_sets(config), "COMPUTE=float32"])
+        return find("gpt2", [*gpt2_sets(config), "COMPUTE=float32"], trace=False)
     source = folder / "recipe.py"
     if not source.is_file():
         raise BadInput(
@@ -79,9 +79,8 @@ def find_trained(folder: Path, config: Mapping[str, Any], trust: bool = False) -
     allow(source, trust)
     overrides = config.get("overrides", {})
     sets = [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()]
-    loaded = find(
-        str(source), sets, tokens=config.get("tokenizer") if "tokens" in overrides else None
-    )
+    fitted = config.get("tokenizer") if "tokens" in overrides else None
+    loaded = find(str(source), sets, tokens=fitted, trace=False)  # it has been trained with it
     # init_from, tokens
     added = {name: value for name, value in overrides.items() if not name.isupper()}
     return replace(loaded, fields=loaded.fields | added, overrides=loaded.overrides | added)
