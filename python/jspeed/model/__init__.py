@@ -5,6 +5,6 @@ tokens in a lane; S keys seen by a query, or the capacity of a cache; D model wi
 width of one head; F width of the MLP, or frequencies of a head; V vocabulary; N tokens of all
 lanes, or targets of a token, or coefficients; M documents of a lane and O their offsets (M + 1); P
 position columns; E queries and keys side by side, or ids that all groups score; G groups; C
-columns that a group scores; R lanes of groups; I and J queries and keys of a block. A lower-case
+columns that a group scores; R rows of groups; I and J queries and keys of a block. A lower-case
 letter is a part of that axis.
 """

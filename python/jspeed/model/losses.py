@@ -279,7 +279,7 @@ def rescale_gradients(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array,
 
 def total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
     """Return the weighted sum of all losses: fp32 scalar."""
-    # Row by lane first: a flat fp32 sum over all tokens depends on how lanes are sharded over
+    # Lane by lane first: a flat fp32 sum over all tokens depends on how lanes are sharded over
     # devices.
     return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 

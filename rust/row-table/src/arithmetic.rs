@@ -168,8 +168,8 @@ pub fn change_each<G: Gradient>(
     let part_of = |key: u64| ends.partition_point(|&end| end <= place(key));
     let gradient = |key: u64| {
         let part = part_of(key);
-        let start = place(key) + gradients[part].len() / width - ends[part];
-        &gradients[part][start * width..][..width]
+        let begin = if part == 0 { 0 } else { ends[part - 1] };
+        &gradients[part][(place(key) - begin) * width..][..width]
     };
     let (mut sums, mut of_part) = (vec![0.0; width], vec![0.0; width]);
     let mut fetched = 0;

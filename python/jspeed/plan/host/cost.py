@@ -15,7 +15,7 @@ from jspeed.run.compute.host_tables import BUFFERS
 NOTE = "lab/2026-11-28-table-in-the-hosts-memory.md"
 # Bytes of rows a second and core, of rows of 768 bf16 numbers that lie anywhere.
 GATHER = Constant(3.5e6 * 1536, f"{NOTE}; scaling over cores was not measured")
-UPDATE = Constant(1.5e6 * 1536, f"{NOTE}; scaling over cores was not measured")
+UPDATE = Constant(1.4e6 * 1536, f"{NOTE}; scaling over cores was not measured")
 # Of the look-ups of a step, those of rows that the next one names too; of those since an update,
 # those of rows that both its last step and the next one name.
 AGAIN = Constant(0.33, f"{NOTE}: 24 to 33 % of 262,144 to 786,432 look-ups in English text")

@@ -210,7 +210,8 @@ def choices(device: Device) -> list[Choice]:
             kind = f"there are none for {device.platform} devices"
         found.append(Choice("custom kernels", own or "none", why("custom kernel", "", kind)))
     said = "to begin with; fewer where they do not fit, and on a CPU a small batch whole"
-    said = "--micro-batch" if asked.micro_batch else said
+    if asked.micro_batch:
+        said = "--micro-batch"
     tokens = asked.micro_batch or device.at_once
     return [*found, Choice("micro-batch", f"{tokens:,} tokens", "; ".join((said, *device.less)))]
 

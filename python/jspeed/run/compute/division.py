@@ -77,10 +77,10 @@ def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
 def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device) -> tuple[int, ...]:
     """Return the numbers of micro-batches of a device that a step is tried with, fewest first.
 
-    Where a micro-batch was asked for, it is one number. Else a
-    device first takes as many whole lanes as ``device.at_once`` tokens hold, with at least one
-    micro-batch per pipeline stage; a CPU takes a small batch whole. Raises :class:`BadInput` with
-    the numbers when the batch does not divide.
+    Where a micro-batch was asked for, it is one number. Else a device first takes as many whole
+    lanes as ``device.at_once`` tokens hold, with at least one micro-batch per pipeline stage; a CPU
+    takes a small batch whole. Raises :class:`BadInput` with the numbers when the batch does not
+    divide.
     """
     choices = divisions(recipe, stage, mesh)
     lanes = lanes_of_device(recipe, stage, mesh)
