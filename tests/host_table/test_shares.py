@@ -12,6 +12,9 @@ from jspeed._dataloader import available_memory
 from jspeed.host_table import in_run, shares
 from jspeed.host_table import load as load_table
 from jspeed.host_table.shares import Share
+from jspeed.inference.commands.export import export
+from jspeed.inference.generate import Generator, Sampling
+from jspeed.inference.score import validate
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import lane_shards
 from jspeed.parallel.sharded_table import requests
@@ -103,18 +106,25 @@ def test_two_processes_train_as_one(folder, whole, divided):
     run(folder, "to two", 2, table="host", checkpoint_every=20, steps=24)
     for result in ended(start_two(folder, "to two", "--resume")):
         assert result[0] == 0, result
-    for result in ended(start_two(folder, "to one", "--steps", "24")):
-        assert result[0] == 0, result
-    checkpoint = folder / "to one" / "checkpoints" / "24"
+    results = ended(start_two(folder, "to one", script=HERE / "diverging.py"))
+    assert [code for code, *_ in results] == [2, 2]
+    assert results[0][2].startswith("error: process 1: the part of rows from row 2048 on: the grad")
+    checkpoint = folder / "to one" / "checkpoints" / "20"
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["20"]
     config = folder / "to one" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer": BYTES}))
-    rows = load_model(checkpoint).tensors()["rows"].astype(np.float32)
+    model = load_model(checkpoint)
+    rows = model.tensors()["rows"]
     half = len(rows) // 2
     assert np.any(rows[:half]) and np.any(rows[half:])
-    assert {path.name for path in checkpoint.glob("*.safetensors")} == {
-        "rows.safetensors",
-        "rows.1.safetensors",
-    }
+    assert validate(model, folder / "data").loss == pytest.approx(losses(one[0])[21], abs=1e-4)
+    assert len(list(Generator(model, 1, Sampling(temperature=0))([[97]], 4))) == 4
+    export(checkpoint, folder / "exported", table=True)
+    files = {"rows.safetensors", "rows.1.safetensors"}
+    for place, others in (checkpoint, set()), (folder / "exported", {"model.safetensors"}):
+        assert {path.name for path in place.glob("*.safetensors")} == files | others
+    found = load_model(folder / "exported").tensors()["rows"]
+    assert found.tobytes() == rows.tobytes()
     assert "has 2048 of the 4096 rows of a table" in said(
         lambda: load_table(checkpoint / "rows.1.safetensors")
     )
@@ -131,4 +141,5 @@ def test_two_processes_train_as_one(folder, whole, divided):
 def test_a_full_share_ends_all(folder):
     results = ended(start_two(folder, "full", script=HERE / "crowded.py"))
     assert [code for code, *_ in results] == [2, 2]
-    assert results[0][2].splitlines()[-1].startswith("error: process 1: the list has more new rows")
+    said = results[0][2].splitlines()[-1]
+    assert said.startswith("error: process 1: the part of rows from row 2048 on: the list has more")

@@ -2,6 +2,7 @@
 length rules."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,27 @@ def test_positions_mixed_outside_the_primitives_are_refused(tmp_path):
     found = find(str(tmp_path / "mine.py"), TOYS["stdlib"])
     model = Model(found, noisy(found.recipe), one_device(), BYTES)
     refused("positions outside the primitives", list, Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
+
+
+def test_a_recipe_that_caches_nothing_is_checked_too(tmp_path):
+    source = (Path(__file__).parents[1] / "host_table" / "bigrams.py").read_text()
+    last = "found_BTD.astype(jnp.float32) + "
+    mixed = source.replace(last, last + "jnp.cumsum(found_BTD.astype(jnp.float32), 1) + ")
+    assert source != mixed
+
+    def written(text):
+        (tmp_path / "mine.py").write_text(text)
+        found = find(str(tmp_path / "mine.py"))
+        model = Model(found, noisy(found.recipe), one_device(), BYTES)
+        return model, Generator(model, 2, GREEDY)([[1, 2], [3]], 3)
+
+    model, steps = written(source)
+    text_BT = np.array([[256, 1, 2], [256, 3, 0]])
+    context = eval_context(model.recipe, device_of(model.mesh))
+    logits_BTV = model.recipe.forward(model.compute_params, text_BT, context)
+    expected = np.argmax(logits_BTV[np.arange(2), [2, 1], :257], axis=-1)
+    assert list(steps)[0].tolist() == expected.tolist()
+    refused("positions outside the primitives", list, written(mixed)[1])
 
 
 def test_a_step_costs_less_than_a_third_of_a_whole_forward_pass():

@@ -328,9 +328,12 @@ class TablesOfRun:
         ]
         try:
             table.update(number, rows, parts, **rates)
-        except BadInput:
+        except BadInput as error:
             if all(np.isfinite(float(step.loss)) for step in waiting):
-                raise  # else the loop ends the run as diverged
+                begin = self._share.begin(self._specs[path])
+                part = f"the part of {path} from row {begin} on" if begin else path
+                raise BadInput(f"{part}: {error}") from None
+            # else the loop ends the run as diverged
 
 
 def named_in(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
