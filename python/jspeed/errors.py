@@ -1,6 +1,7 @@
 """Turn exceptions into a one-line error message and an exit code; 2 is bad input."""
 
 import difflib
+import gc
 import os
 import re
 import sys
@@ -101,6 +102,7 @@ def run_script(main: Callable[[], int | None]) -> None:
                 " results are in the files"
             )
             end.code = end.code or 2
+        gc.freeze()  # else Python looks through all objects again as it ends: 0.2 s of a run
         raise
 
 

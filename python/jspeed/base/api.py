@@ -256,6 +256,7 @@ NAMES = {
         "state_shardings",
     ),
     "jspeed.run.compute.score": ("losses",),
+    "jspeed.run.compute.side_by_side": ("in_calls",),
     "jspeed.run.compute.step": (
         "draw",
         "to_compute_dtype",

@@ -53,7 +53,8 @@ def overlap(
     block = min(BLOCK, len(validation))
     count = len(validation) // block
     root, inverse = np.uint64(ROOT), np.uint64(pow(ROOT, -1, 2**64))
-    powers, inverses = (_powers(base, CHUNK + block) for base in (root, inverse))
+    longest = max((piece.end - piece.first for piece in ranges), default=0)
+    powers, inverses = (_powers(base, min(CHUNK, longest) + block) for base in (root, inverse))
     blocks = validation[: count * block].reshape(count, block).astype(np.uint64) + np.uint64(1)
     keys = (blocks * powers[:block]).sum(axis=1, dtype=np.uint64)
     known = np.unique(keys)

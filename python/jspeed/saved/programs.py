@@ -30,8 +30,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
@@ -43,12 +44,14 @@ from jax.stages import Compiled, Lowered
 from jspeed.base import processes
 from jspeed.base.compile_cache import without_compile_cache
 from jspeed.base.compiler import Compile, options_for
+from jspeed.base.cores import cores
 from jspeed.base.files import PROGRAMS, cache_folder, write_whole
 from jspeed.base.jax_versions import from_machine_code, machine_code
 from jspeed.errors import BadInput, say, type_and_line, writable_folder
 from jspeed.record import provenance
-from jspeed.run.compute.device import Placement
+from jspeed.run.compute.device import GPUS, Placement
 from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.compute.side_by_side import in_calls
 from jspeed.run.compute.step import draw, unchanged, without_jit
 from jspeed.run.evidence.source import beyond
 from jspeed.run.find_recipe import LoadedRecipe
@@ -58,7 +61,7 @@ MOST = 2**31  # bytes of the folder: the files that were not used for longest go
 SUFFIX = ".saved"
 HEAD = b"jspeed 1 "  # then the SHA-256 of what follows, and a newline
 NO_MATTER = re.compile("jax_.*(cache|log|dump|traceback|explain).*")  # settings of JAX
-FACTS = ("micro_tokens", "eval_lanes", "head_chunk", "remat", "parts", "inside")
+FACTS = ("micro_tokens", "eval_lanes", "head_chunk", "remat", "parts", "eval_calls", "inside")
 
 
 class Store:
@@ -326,14 +329,20 @@ def executables(description: Mapping[str, Any]) -> list[str]:
 
 def made_of(description: Mapping[str, Any], placement: Placement, store: Store) -> Program | None:
     """Return the program of a :func:`described` one; None where ``store`` lacks a part of it."""
-    find = cache(store.find)
-    drawn, evaluation, sums = map(find, [*description["others"], description["sums"]])
-    steps = tuple(tuple(map(find, phases)) for phases in description["steps"])
-    at_end = find(description["at_end"]) if description["at_end"] else unchanged
-    if not all((drawn, evaluation, sums, at_end, *(step for phases in steps for step in phases))):
+    names = list(dict.fromkeys(executables(description)))
+    gpu = placement.device.platform in GPUS
+    with ThreadPoolExecutor(1 if gpu else cores()) as pool:
+        found = dict(zip(names, pool.map(store.find, names), strict=True))
+    if None in found.values():
         return None
+    drawn, evaluation, sums = (
+        found[each] for each in [*description["others"], description["sums"]]
+    )
+    steps = tuple(tuple(found[each] for each in phases) for phases in description["steps"])
+    at_end = found.get(description["at_end"], unchanged)
+    evaluate = in_calls(evaluation, description["facts"]["eval_calls"])
     return Program(
-        partial(draw, drawn, placement.mesh), steps, evaluation, at_end, **description["facts"],
+        partial(draw, drawn, placement.mesh), steps, evaluate, at_end, **description["facts"],
         others=(drawn, evaluation), sums=sums, loaded=True,
     )  # fmt: skip
 

@@ -112,6 +112,17 @@ def evaluated_at_once(recipe: Recipe, placement: Placement, micro_tokens: int, l
     return max(micro_tokens, -(-own // -(-own // most)) * recipe.eval_len)
 
 
+def evaluated_in_calls(
+    recipe: Recipe, placement: Placement, at_once: int, lanes: int
+) -> tuple[int, int]:
+    """Return in how many calls, beside each other, so many lanes are evaluated, ``at_once`` tokens
+    a part, and the lanes of each: two on a CPU, where one keeps 1.5 cores busy; parts stay."""
+    one_cpu = placement.device.platform == "cpu" and placement.mesh.size == 1
+    whole = lanes * recipe.eval_len <= at_once or recipe.on_host or placement.device.memory
+    calls = 2 if one_cpu and not whole else 1
+    return calls, -(-lanes // calls)
+
+
 def numbers_of_sub_lanes(recipe: Recipe, stage: Stage) -> list[int]:
     """Numbers of sub-lanes into which a lane may be cut, each making them shorter; none where
     documents have no bound, or tokens have numbers beside them."""
