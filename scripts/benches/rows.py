@@ -16,6 +16,7 @@ from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
 from jspeed.fields import Count
 from jspeed.host_table import RowTable
+from jspeed.host_table.shares import Share
 from jspeed.recipes import r92
 from jspeed.speedrun.ngrams import bigram_rows, trigram_rows
 
@@ -122,6 +123,20 @@ def measured(kind: str, rows: int, width: int, rounds: int, threads: int) -> Ite
     yield Row(f"memory, {kind}", table.nbytes / 1e6, "MB", None, note)
 
 
+def asked(rounds: int) -> Iterator[Row]:
+    """What one of two processes with four devices each takes to find what all ask it for, in r92's
+    longest and second stage."""
+    spec, share = r92.PARAMETERS["ngrams"], Share(8, 0, 4)
+    rng = np.random.default_rng(0)
+    for length in (32_768, 49_152):
+        took = []
+        for _ in range(rounds):
+            looked_up = rng.integers(0, r92.NGRAMS, (r92.LANES, 2 * length), np.int32)
+            took.append(cpu_seconds(partial(share.asked, spec, looked_up))[0])
+        note = f"of {looked_up.size:,} look-ups, half of the rows; the median"
+        yield Row("a share's rows are found", 1e3 * statistics.median(took), "ms", None, note)
+
+
 def named(tokens: np.ndarray) -> np.ndarray:
     """The rows that r92 looks up for ``tokens`` ``[B, T]``, two for each."""
     half = r92.NGRAMS // 2
@@ -211,5 +226,5 @@ def rows(
         return 0
     kinds = ("random", "zipf")
     found = [row for kind in kinds for row in measured(kind, rows, width, rounds, threads)]
-    show(found)
+    show([*found, *asked(rounds)])
     return int(any(row.passed is False for row in found))

@@ -40,7 +40,13 @@ def placed(recipe: Recipe, memory: int = ONE.usable_bytes) -> TargetPlacement:
 def test_seconds_of_a_step_by_hand(monkeypatch):
     """Two look-ups for each of 8 x 16,384 tokens, rows of 768 numbers of 2 bytes: 402,653,184 bytes
     each way. Stage 1 updates every second step."""
-    for name, value in {"GATHER": 1e9, "UPDATE": 0.5e9, "AGAIN": 0.25, "BOTH": 0.2}.items():
+    for name, value in {
+        "GATHER": 1e9,
+        "UPDATE": 0.5e9,
+        "AGAIN": 0.25,
+        "BOTH": 0.2,
+        "ASKED": 25e6,
+    }.items():
         monkeypatch.setattr(cost, name, value)
     recipe, moved = tables_on_host(R92.recipe), 402_653_184
     host = cost.Host(cores=4, memory_bytes=1e12, link_bytes_per_second=16e9)
@@ -69,6 +75,12 @@ def test_seconds_of_a_step_by_hand(monkeypatch):
     two = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host._replace(nodes=2), 8, 0.120)
     assert two["copied_ms"] == pytest.approx(25.17 / 8, abs=0.01)
     assert two["gather_ms"] == pytest.approx(100.66 / 2, abs=0.01)
+    # but each looks for its own rows among all 262,144
+    assert first["asked_ms"] == eight["asked_ms"] == 0
+    assert two["asked_ms"] == pytest.approx(10.49, abs=0.01)
+    waits = 100.66 / 2 + 25.17 / 8 + 10.49 - 40
+    short = cost.exchange(recipe, recipe.stages[0], 0, 8 * 16_384, host._replace(nodes=2), 8, 0.040)
+    assert short["exposed_ms"] == pytest.approx(waits, abs=0.05)
 
 
 def test_updates_come_as_often_as_the_stage_says():

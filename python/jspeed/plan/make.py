@@ -59,6 +59,7 @@ CONSTANTS = {
     "FP8 with fp32 sums": terms.WITHOUT_FAST_ACCUMULATION,
     "custom FP8 matmul": terms.CUSTOM_MATMUL,
     "special functions": terms.SPECIAL,
+    "look-ups of a share that are found, 1/s": host_cost.ASKED,
     "gather of rows, bytes/s a core": host_cost.GATHER,
     "update of rows, bytes/s a core": host_cost.UPDATE,
     "look-ups of rows that another step names, share": host_cost.AGAIN,

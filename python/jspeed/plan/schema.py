@@ -89,6 +89,7 @@ class HostRow(TypedDict):
 
     rows: int  # looked up
     bytes_each_way: Bytes  # over the links of all devices: rows, and their gradients
+    asked_ms: Milliseconds  # of several hosts: finding which rows all ask for
     gather_ms: Milliseconds
     copied_ms: Milliseconds  # one way, over the link
     update_ms: Milliseconds  # by the gradients since the last update, where one is due

@@ -20,6 +20,8 @@ UPDATE = Constant(1.4e6 * 1536, f"{NOTE}; scaling over cores was not measured")
 # those of rows that both its last step and the next one name.
 AGAIN = Constant(0.33, f"{NOTE}: 24 to 33 % of 262,144 to 786,432 look-ups in English text")
 BOTH = Constant(0.28, f"{NOTE}: 24.7 % where AGAIN is 29.5 %, of four steps of 524,288")
+# Look-ups of a batch a second and process, of which it finds those that are of its own rows.
+ASKED = Constant(140e6, "lab/2026-11-29-waiting-for-the-host.md: one thread, half of the rows")
 NUMBERS = 16  # bytes of a row in use besides weights: square, update, number, slot
 FORM = "cores=16,memory=128,link=50"
 
@@ -105,7 +107,8 @@ def exchange(
     for.
 
     Rows are looked up for so many ``tokens``, and ``devices``, those of all hosts, compute for
-    ``computing`` seconds. Rows that several hosts send each other are part of that.
+    ``computing`` seconds. Rows that several hosts send each other are part of that. Each of several
+    finds those of its own among the look-ups of all, before it gathers them.
 
     Between updates the next step's rows are gathered and copied while this one is computed, and
     gradients of the one before copied back. Before an update, rows that this step does not name are
@@ -115,6 +118,8 @@ def exchange(
     """
     due = number_due(recipe, stage, phase)
     rows = moved = since = 0
+    searched = sum(tokens * spec.sparse_rows for spec in recipe.on_host.values())
+    asked = searched / ASKED if host.nodes > 1 else 0.0
     for spec in recipe.on_host.values():
         its = tokens * spec.sparse_rows // host.nodes
         rows, moved = rows + its, moved + 2 * spec.shape[1] * its
@@ -122,13 +127,14 @@ def exchange(
             since += (phase % spec.updated_after(stage) + 1) * 2 * spec.shape[1] * its
     gather, update = moved / (GATHER * host.cores), since / (UPDATE * host.cores)
     copied = moved / (devices / host.nodes) / host.link_bytes_per_second  # one way
-    exposed = max(0.0, gather + copied - computing)
+    exposed = max(0.0, asked + gather + copied - computing)
     if since:
         later = BOTH * update + AGAIN * gather
-        exposed = max(0.0, update + gather - later - computing) + copied + later + copied
+        exposed = max(0.0, update + asked + gather - later - computing) + copied + later + copied
     return {
         "rows": rows,
         "bytes_each_way": moved,
+        "asked_ms": 1e3 * asked,
         "gather_ms": 1e3 * gather,
         "copied_ms": 1e3 * copied,
         "update_ms": 1e3 * update,
