@@ -360,11 +360,14 @@ def compile_and_warm_up(
             if tables:
                 program = tables.serve(recipe, placement, program)
         with clock.section("warm-up"), output.waiting(console, "warming up"):
-            initial = checksum(program.init(options.seed), program.sums)
+            state = program.init(options.seed)
+            initial = checksum(state, program.sums)
             validation = evaluate.to_devices(lanes, program.eval_lanes, recipe, mesh)
             # Evaluations are off the clock: without a limit of memory their first is soon enough.
             tried = validation.evaluated if placement.device.memory else ()
-            if warm_up_fits(program, recipe, mesh, *tried):
+            fits = warm_up_fits(program, state, recipe, mesh, *tried)
+            del state  # what failed has not taken all of it
+            if fits:
                 return program, validation, initial, placement
         placement = placement.with_device(memory=program.need - 1)
         output.notes(

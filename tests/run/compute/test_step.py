@@ -310,7 +310,7 @@ def test_warm_up_leaves_no_trace(name):
         tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own)
         for own in built.steps
     )
-    warm_up(replace(built, steps=counted), recipe, mesh, *validation.evaluated)
+    warm_up(replace(built, steps=counted), built.init(0), recipe, mesh, *validation.evaluated)
     assert len(seen) == sum(map(len, built.steps)) and not any(np.any(tokens) for tokens in seen)
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 

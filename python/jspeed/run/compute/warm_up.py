@@ -11,16 +11,19 @@ from jspeed.base.processes import gather
 from jspeed.parallel.mesh import batch_lanes, put
 from jspeed.recipe import Recipe
 from jspeed.run.compute.program import Program
+from jspeed.run.compute.step import State
 
 WARM_UPS = 2  # of each executable; on a CPU one: the step after it takes no longer than later ones
 
 
-def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> bool:
+def warm_up_fits(
+    program: Program, state: State, recipe: Recipe, mesh: Mesh, *evaluated: Any
+) -> bool:
     """Warm up; return False, on all processes, where one runs out of memory that no other waits for
     in a collective."""
     failure = None
     try:
-        warm_up(program, recipe, mesh, *evaluated)
+        warm_up(program, state, recipe, mesh, *evaluated)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -33,11 +36,10 @@ def warm_ups(mesh: Mesh) -> int:
     return 1 if mesh.devices.flat[0].platform == "cpu" else WARM_UPS
 
 
-def warm_up(program: Program, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
-    """Run every step on dummy tokens and a throw-away state, so that no one-time cost falls on the
-    first one of the run. ``evaluated``: what an evaluation takes besides parameters, if one is to
-    be tried."""
-    state = program.init(0)
+def warm_up(program: Program, state: State, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
+    """Run every step on dummy tokens and a first ``state``, which is donated, so that no one-time
+    cost falls on the first one of the run. ``evaluated``: what an evaluation takes besides
+    parameters, if one is to be tried."""
     for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.lane_words(stage.lane_len)), recipe.data.dtype)
         for step in warm_ups(mesh) * steps:
