@@ -37,9 +37,10 @@ def warm_ups(mesh: Mesh) -> int:
 
 
 def warm_up(program: Program, state: State, recipe: Recipe, mesh: Mesh, *evaluated: Any) -> None:
-    """Run every step on dummy tokens and a first ``state``, which is donated, so that no one-time
-    cost falls on the first one of the run. ``evaluated``: what an evaluation takes besides
-    parameters, if one is to be tried."""
+    """Run every step on dummy tokens, so that no one-time cost falls on the first one of the run.
+
+    The first ``state`` is donated. ``evaluated``: what an evaluation takes besides parameters, if
+    one is to be tried."""
     for stage, steps in zip(recipe.stages, program.calls or program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, recipe.lane_words(stage.lane_len)), recipe.data.dtype)
         for step in warm_ups(mesh) * steps:
