@@ -42,6 +42,7 @@ TOYS = {
     "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
+    "track3-soap": LARGE,
     "gpt2": [
         "SIZES={'124M': (2, 2, 32)}",
         "LANES=8",

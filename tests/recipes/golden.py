@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "r29": PACKED | {"MAX_DOC_LEN": 5 * BLOCK},
     "track3": COMMON | {"LANES": 32, "LANE_LEN": 32, "EVAL_LEN": 32, "EVAL_TOKENS": 1024},
 }
+SMALL["track3-soap"] = SMALL["track3"]
 ROWS = {"r21": 2, "r29": 2, "track3": 8}
 # tokens a row; record 21's windows, ours and the record's, are all wider in its last stage
 LENGTH = 48

@@ -1,6 +1,7 @@
 """Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU,
 dropout."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -278,8 +279,8 @@ def uniform(scale: float) -> initializers.Initializer:
     )
 
 
-def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializer:
-    """Like ``init`` on a bank ``[matrices, in, out]``, but with every ``n``-th matrix zero: the
+def zero_every(n: int, init: Callable[..., jax.Array]) -> initializers.Initializer:
+    """Like ``init`` on a bank ``[matrices, ...]``, but with every ``n``-th matrix zero: the
     projections that write to the residual stream, so that a block starts as the identity
     (modded-nanogpt, record 5)."""
 
@@ -287,6 +288,6 @@ def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializ
         key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None
     ) -> jax.Array:
         drawn = (np.arange(shape[0]) % n != n - 1).astype(dtype)
-        return init(key, shape, dtype, out_sharding) * drawn[:, None, None]
+        return init(key, shape, dtype) * drawn.reshape(-1, *[1] * (len(shape) - 1))
 
     return draw

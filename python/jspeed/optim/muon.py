@@ -92,23 +92,31 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
     return bank
 
 
+def frobenius(x: jax.Array) -> jax.Array:
+    """Return the norm of every matrix, fp32 ``[..., 1, 1]``."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+
+
 def orthogonalise(
-    x: jax.Array, *, polynomial: Polynomial = NEWTON_SCHULZ_5, dtype: Any = jnp.bfloat16
+    x: jax.Array,
+    *,
+    polynomial: Polynomial = NEWTON_SCHULZ_5,
+    norm: Callable[[jax.Array], jax.Array] = frobenius,
+    dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
     """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1;
     ``dtype`` out.
 
-    The iterations of ``polynomial`` are on the wide orientation, so that the Gram matrix is the
-    small one. A zero matrix stays zero. A device needs whole matrices:
-    :func:`on_whole_matrices` reshards banks whose matrices are sharded.
+    They are first divided by ``norm(x)``, at least the largest. The iterations of ``polynomial``
+    are on the wide orientation, so that the Gram matrix is the small one. A zero matrix stays zero.
+    A device needs whole matrices: :func:`on_whole_matrices` reshards banks whose matrices are
+    sharded.
     """
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    norm = jnp.linalg.norm(
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True
-    )
-    x = (x / (polynomial.safety * norm + polynomial.epsilon)).astype(dtype)
+    x = (x / (polynomial.safety * norm(x) + polynomial.epsilon)).astype(dtype)
     for a, b, c in polynomial.maps:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
