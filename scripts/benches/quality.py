@@ -57,6 +57,7 @@ STAGED = [
 SETS = {
     "llmc": [*ROWS, "LEARNING_RATE=0.002"],
     "track3": ROWS,
+    "track3-soap": ROWS,
     "r21": [*PACKED, "WINDOW=208"],
     "r29": [*PACKED, "MAX_DOC_LEN=256"],
     "r62": [*STAGED, f"BIGRAMS={5 * VOCAB}"],

@@ -16,7 +16,7 @@ CHILD = str(RECORDS / "ideas" / "r89_averages.py")  # of a parent that has a sma
 
 
 @pytest.mark.parametrize(
-    "name", ["llmc", "track3", "r21", "r29", "r62", "r89", "r92", "jspeed3", CHILD]
+    "name", ["llmc", "track3", "track3-soap", "r21", "r29", "r62", "r89", "r92", "jspeed3", CHILD]
 )
 def test_recipes_at_small_size_keep_their_schedule(name):
     from benches.quality import settings, tokens_after

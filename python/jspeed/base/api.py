@@ -102,6 +102,7 @@ NAMES = {
     "jspeed.optim": ("rows",),
     "jspeed.optim.muon": (
         "ANVIL_MAPS",
+        "NEWTON_SCHULZ_12",
         "POLAR_EXPRESS",
         "on_whole_matrices",
         "orthogonalise",
