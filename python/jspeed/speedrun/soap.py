@@ -16,9 +16,12 @@ SMALLEST = 1e-8  # below it a norm is not divided by
 
 
 class SoapState(NamedTuple):
-    """Number of updates so far (int32 scalar); for each bank ``[n, r, c]``, in fp32: momentum, mean
-    squares in the eigenbases, running means of G G^T ``[n, r, r]`` and G^T G ``[n, c, c]``, and
-    their eigenvectors, in columns by falling eigenvalue."""
+    """Number of updates so far (int32 scalar), and of each bank ``[n, r, c]`` in fp32: momentum,
+    and mean squares in the eigenbases.
+
+    ``rows`` and ``columns`` are running means of G G^T ``[n, r, r]`` and G^T G ``[n, c, c]``. Bases
+    are their eigenvectors, in columns by falling eigenvalue.
+    """
 
     step: jax.Array
     momentum: Any
@@ -30,9 +33,12 @@ class SoapState(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """What keeps weights in place: each output's update has at least ``ratio`` of the norm of its
-    weights, ``outward`` of an update away from 0 is kept, and weights that the update shrinks
-    lose the share ``decay`` x rate of themselves."""
+    """What keeps weights in place.
+
+    Each output's update has at least ``ratio`` of the norm of its weights. Of an update away from 0
+    the part ``outward`` is kept. Weights that the update shrinks lose the share ``decay`` x rate of
+    themselves.
+    """
 
     ratio: float
     outward: float
@@ -130,10 +136,10 @@ def whiten(
 ) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` ``[..., r, c]`` divided by its root mean squares in both bases, of the size
     that it had, and the new mean squares."""
-    turned = row_basis.mT @ x @ column_basis
-    square = square + (1 - beta) * (jnp.square(turned) - square)
-    turned = turned / jnp.sqrt(jnp.maximum(square, SMALLEST**2))
-    return of_size(row_basis @ turned @ column_basis.mT, x), square
+    inside = row_basis.mT @ x @ column_basis
+    square = square + (1 - beta) * (jnp.square(inside) - square)
+    inside = inside / jnp.sqrt(jnp.maximum(square, SMALLEST**2))
+    return of_size(row_basis @ inside @ column_basis.mT, x), square
 
 
 def eigenvectors(gram: jax.Array) -> jax.Array:
@@ -153,8 +159,8 @@ def turned(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
 def on_sphere(
     update: jax.Array, p: jax.Array, rate: jax.Array, floor: Floor, outputs_last: ArrayLike
 ) -> jax.Array:
-    """Return what changes ``p`` by ``rate`` x ``update`` (subtracted), then rescales it to the
-    norm that the part of ``update`` along ``p`` alone would give it, then decays."""
+    """Return a change of ``p``: ``rate`` x ``update`` is subtracted, the norm corrected, and the
+    result decays. The norm is what the part of ``update`` along ``p`` alone would give."""
     along = _sum(update * p) / jnp.maximum(_sum(p * p), SMALLEST**1.5)
     update -= jnp.where(along < 0, (1 - floor.outward) * along, 0) * p
 
@@ -177,7 +183,7 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def agreement(raw: jax.Array, white: jax.Array, gradient: jax.Array, least: float) -> jax.Array:
     """Return 0 to 1, ``[..., 1, 1]``: how far the cosine of ``white`` and ``raw`` is from ``least``
-    to 1, times how much of the cosine of ``raw`` and ``gradient`` whitening has left."""
+    to 1, times a share. It is what whitening leaves of the cosine of ``raw`` and ``gradient``."""
     agrees = jnp.clip((cosine(white, raw) - least) / (1 - least), 0, 1)
     kept = cosine(white, gradient) / jnp.maximum(cosine(raw, gradient), SMALLEST)
     return agrees * jnp.clip(kept, 0, 1)
