@@ -10,7 +10,8 @@ Departures  Evaluations of steps 300 to 1,949 see weights that look ahead alread
             original in bf16; gradients of matrices and head are sent in bf16, there in fp32.
 Source      modded-nanogpt's track 3 (optimization benchmark), entry 46 (pull request 328): 3.2783
             at step 2,690 (n = 8), on two A40. Entries 36 (track3): 3,250 steps; 44: 2,750.
-Hardware    Any: steps count, not seconds. On CPU at a small size: benchmarks/quality.md.
+Hardware    Any: steps count, not seconds, and a plan leaves out the time of its QR factorisations.
+            On CPU at a small size: benchmarks/quality.md.
 Parent      track3
 """
 
