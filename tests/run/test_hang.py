@@ -34,8 +34,12 @@ def test_what_stands_still_is_told_once():
         moved[0] += 1
         return moved[0]
 
-    with watched(0.2, lambda: 1, lambda: told.append("stood")):
+    def tell():
         time.sleep(0.8)
+        told.append("stood")
+
+    with watched(0.2, lambda: 1, tell):
+        time.sleep(0.4)  # and what moves on meanwhile waits for it
     with watched(0.2, move, lambda: told.append("moved")):
         time.sleep(0.8)
     with watched(0, lambda: 1, lambda: told.append("not watched")):
@@ -55,7 +59,7 @@ def test_a_step_that_does_not_end(tmp_path):
     recipe.write_text(edited(edits))
     found = subprocess.run(
         [sys.executable, "-m", "jspeed", "run", recipe, "--data", data, "--run-dir", "run"]
-        + ["--no-preflight", "--hang-after", "3", "--no-progress"],
+        + ["--no-preflight", "--hang-after", "5", "--no-progress"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -64,7 +68,7 @@ def test_a_step_that_does_not_end(tmp_path):
     )
     assert found.returncode == 75, found.stderr
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
-    assert "3 s" in line and "of 4 steps" in line and "--hang-after" in line
+    assert "5 s" in line and "of 4 steps" in line and "--hang-after" in line
     assert "waiting in " in line
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["status"] == "interrupted" and not run["reached"]

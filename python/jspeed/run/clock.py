@@ -137,7 +137,7 @@ def watched(
     seconds: float, progress: Callable[[], object], hung: Callable[[], object]
 ) -> Iterator[None]:
     """Call ``hung`` in a thread of its own once ``progress()`` has not changed for ``seconds``; 0:
-    never.
+    never. Where it was called, the end of what is watched waits for it: only one of them finishes.
 
     It is looked at ten times in that time, so that a machine that slept, or a process that was
     stopped, is no hang.
@@ -149,12 +149,15 @@ def watched(
         while same < 10 and not ended.wait(seconds / 10):
             now = progress()
             last, same = now, same + 1 if now == last else 0
-        if same == 10:
+        if same == 10 and not ended.is_set():
             hung()
 
+    watching = Thread(target=watch, daemon=True, name="hang")
     if seconds:
-        Thread(target=watch, daemon=True, name="hang").start()
+        watching.start()
     try:
         yield
     finally:
         ended.set()
+        if seconds:
+            watching.join()
