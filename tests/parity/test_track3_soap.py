@@ -198,10 +198,8 @@ def test_updates_at_every_border_of_a_schedule(start, original, agree):
         agree("track3-soap", "optimizer", blended, names.ours(at_end), 1e-4)
 
 
-def test_the_first_steps(clone, folder, agree):
-    original = CASE.original(clone, folder, world=1)
-    recipe = small("track3-soap")
-    names = Names(original.shapes(), CASE.arrange)
+def test_the_first_steps(original, folder, agree):
+    recipe, names = small("track3-soap"), Names(original.shapes(), CASE.arrange)
     params = started(original, names, recipe)
     steps = 8
     original.run(range(steps))

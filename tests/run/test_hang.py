@@ -40,6 +40,7 @@ def test_what_stands_still_is_told_once():
 
     with watched(0.2, lambda: 1, tell):
         time.sleep(0.4)  # and what moves on meanwhile waits for it
+    assert told == ["stood"]
     with watched(0.2, move, lambda: told.append("moved")):
         time.sleep(0.8)
     with watched(0, lambda: 1, lambda: told.append("not watched")):

@@ -104,6 +104,7 @@ NAMES = {
         "ANVIL_MAPS",
         "NEWTON_SCHULZ_12",
         "POLAR_EXPRESS",
+        "frobenius",
         "on_whole_matrices",
         "orthogonalise",
         "scale_by_muon",

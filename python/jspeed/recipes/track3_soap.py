@@ -254,9 +254,9 @@ def ahead(step: jax.Array) -> jax.Array:
     return jnp.where(looks, falling(AHEAD)(step - 1), 0)
 
 
-def adam(peak: float, beta2: float) -> optax.GradientTransformation:
+def adam(peak: float) -> optax.GradientTransformation:
     """Adam of the tables."""
-    return optax.adam(falling(peak), b1=ADAM_BETA1, b2=beta2, eps=ADAM_EPS)
+    return optax.adam(falling(peak), b1=ADAM_BETA1, b2=ADAM_BETA2, eps=ADAM_EPS)
 
 
 def small_adam(beta2: float | np.ndarray) -> optax.GradientTransformation:
@@ -283,8 +283,8 @@ def optimizer() -> optax.GradientTransformation:
             scale=pattern(2 * LAYERS, (MLP_WIDTH / WIDTH) ** 0.5, 1.0).astype(np.float32),
             outputs_last=pattern(2 * LAYERS, True, False),
         ),
-        "embed": adam(EMBED_LR, ADAM_BETA2),
-        "head": adam(HEAD_LR, ADAM_BETA2),
+        "embed": adam(EMBED_LR),
+        "head": adam(HEAD_LR),
         "gains": small_adam(ADAM_BETA2),
         "biases": small_adam(BIAS_BETA2),
         "a biases": small_adam(out_biases.astype(np.float32)),

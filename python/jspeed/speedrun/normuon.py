@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jspeed.optim.muon import POLAR_EXPRESS, scale_by_muon
+from jspeed.optim.muon import POLAR_EXPRESS, frobenius, scale_by_muon
 from jspeed.speedrun.cautious import add_cautious_decay
 
 
@@ -48,7 +48,7 @@ def scale_by_mean_square(beta: float) -> optax.GradientTransformation:
         def divided(square: jax.Array, x: jax.Array) -> jax.Array:
             x = x.astype(jnp.float32)
             y = x * jax.lax.rsqrt(jnp.maximum(square, 1e-10))
-            return y * (_norm(x) / jnp.maximum(_norm(y), 1e-10))
+            return y * (frobenius(x) / jnp.maximum(frobenius(y), 1e-10))
 
         squares = jax.tree.map(running, state.square, updates)
         return jax.tree.map(divided, squares, updates), NorMuonState(squares)
@@ -83,7 +83,3 @@ def normuon(
         optax.scale_by_learning_rate(learning_rate),
         add_cautious_decay(decay, where_zero=True),
     )
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)

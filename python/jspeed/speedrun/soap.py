@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from jspeed.optim.muon import NEWTON_SCHULZ_12, orthogonalise
+from jspeed.optim.muon import NEWTON_SCHULZ_12, frobenius, orthogonalise
 
 SMALLEST = 1e-8  # below it a norm is not divided by
 
@@ -122,7 +122,7 @@ def schatten4(x: jax.Array) -> jax.Array:
     1, 1]``: an upper bound of the largest that is nearer to it than the Frobenius norm."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     gram = x.mT @ x if x.shape[-2] > x.shape[-1] else x @ x.mT
-    return jnp.sqrt(_norm(gram))
+    return jnp.sqrt(frobenius(gram))
 
 
 def of_size(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -161,7 +161,7 @@ def on_sphere(
 ) -> jax.Array:
     """Return a change of ``p``: ``rate`` x ``update`` is subtracted, the norm corrected, and the
     result decays. The norm is what the part of ``update`` along ``p`` alone would give."""
-    along = _sum(update * p) / jnp.maximum(_sum(p * p), SMALLEST**1.5)
+    along = _sum(update * p) / jnp.maximum(_sum(p * p), 1e-12)
     update -= jnp.where(along < 0, (1 - floor.outward) * along, 0) * p
 
     def by_output(x: jax.Array) -> jax.Array:
@@ -169,16 +169,16 @@ def on_sphere(
         return jnp.maximum(jnp.sqrt(jnp.where(outputs_last, columns, rows)), SMALLEST)
 
     update *= jnp.maximum(floor.ratio * by_output(p) / by_output(update), 1)
-    before = jnp.maximum(_norm(p), SMALLEST)
+    before = jnp.maximum(frobenius(p), SMALLEST)
     radius = jnp.maximum(before - rate * _sum(update * p) / before, SMALLEST)
     moved = p - rate * update
-    moved *= radius / jnp.maximum(_norm(moved), SMALLEST)
+    moved *= radius / jnp.maximum(frobenius(moved), SMALLEST)
     return moved * (1 - rate * floor.decay * (update * p > 0)) - p
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the cosine of the angle between matrices, ``[..., 1, 1]``."""
-    return _sum(a * b) / jnp.maximum(_norm(a) * _norm(b), SMALLEST)
+    return _sum(a * b) / jnp.maximum(frobenius(a) * frobenius(b), SMALLEST)
 
 
 def agreement(raw: jax.Array, white: jax.Array, gradient: jax.Array, least: float) -> jax.Array:
@@ -265,7 +265,3 @@ def _each(function: Callable[..., Any], *trees: Any) -> list[Any]:
 
 def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=(-2, -1), keepdims=True)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
