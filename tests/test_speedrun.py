@@ -119,7 +119,7 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
     assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
     said = " ".join(done.out.split())
-    for part in ("xla, FP8 emulated", "stage 2", "gradients accumulated"):
+    for part in ("attention xla", "FP8 emulated", "stage 2", "gradients accumulated"):
         assert part in said, done.out
     assert "lanes (rows of a batch)" in said, done.out
 
