@@ -90,7 +90,7 @@ def test_a_saved_evaluation_of_another_program(data, tmp_path, monkeypatch):
     mesh, loaded = make_mesh({"data": 1}, jax.devices()[:1]), find(str(recipe))
     placement = place(loaded.recipe, mesh, "zero1", device_of(mesh, recipe=loaded.recipe))
     facts = kept["facts"]
-    rows, at_once = facts["eval_lanes"] // facts["eval_calls"], facts["micro_tokens"]
+    rows, at_once = facts["eval_lanes"], facts["micro_tokens"]
     padded, false = compile_evaluation(
         loaded.recipe, placement, at_once, rows, measure=lambda *args: 0.3 * losses(*args)
     )

@@ -134,6 +134,7 @@ NAMES = {
         "parse_mesh",
         "put",
         "put_lanes",
+        "replicated",
         "whole",
         "lane_shards",
     ),
@@ -258,7 +259,6 @@ NAMES = {
         "state_shardings",
     ),
     "jspeed.run.compute.score": ("losses",),
-    "jspeed.run.compute.side_by_side": ("in_calls",),
     "jspeed.run.compute.step": (
         "draw",
         "to_compute_dtype",

@@ -1,8 +1,10 @@
 """Draw matplotlib figures in one style as SVG text, the same bytes for the same content on every
 machine."""
 
+import importlib
 import io
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +35,13 @@ STYLE: dict[Any, Any] = {  # matplotlib's parameters
     "grid.color": PALE, "grid.linewidth": 0.6,
     "legend.fontsize": 9, "legend.facecolor": "white", "legend.edgecolor": "none",
 }  # fmt: skip
+
+
+def load_matplotlib() -> None:
+    """Import what :func:`svg` needs, as far as it can be."""
+    with suppress(Exception):  # which svg would raise
+        importlib.import_module("matplotlib.figure")
+        importlib.import_module("matplotlib.backends.backend_svg")
 
 
 def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:

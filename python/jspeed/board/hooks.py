@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jspeed.base.plots import load_matplotlib
 from jspeed.board.records import remarks, store
 from jspeed.board.records.preregistration import announcement_of, lies_in_plan
 from jspeed.board.views import loss_plot
@@ -84,5 +85,6 @@ def add(hooks: Hooks) -> Hooks:
         second_range=second_range,
         notes=notes,
         remarks=remarks.remarks,
+        before_end=load_matplotlib,
         draw=draw,
     )

@@ -13,6 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.inference.trained import Model
 from jspeed.model.kv_cache import Cache, advance, empty
 from jspeed.model.layers import key_of
+from jspeed.parallel.mesh import replicated
 from jspeed.recipe import ParamSpec, Recipe, map_specs
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
@@ -137,8 +138,10 @@ class Generator:
             return forward(params, two_B2)[:, 1], alone_B1V[:, 0]
 
         self._second = jax.jit(second)
+        # Where the first cache lies as later ones do, decode is compiled once.
         self._empty = jax.jit(
-            lambda params: empty(lambda tokens: forward(params, tokens), rows, slots)
+            lambda params: empty(lambda tokens: forward(params, tokens), rows, slots),
+            out_shardings=replicated(model.mesh) if one_device else None,
         )
         self.prefill, self.decode = (
             jax.jit(prefill, donate_argnums=1),

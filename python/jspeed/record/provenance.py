@@ -260,12 +260,13 @@ def machine() -> str | None:
 
 
 def devices() -> Devices:
-    """Kind, number and platform of the devices, and the number of processes."""
+    """Kind, number and platform of the devices, and the number of processes. The CPU of a process
+    is one, however its cores are divided."""
     first = jax.devices()[0]
-    kind = first.device_kind if first.platform != "cpu" else _cpu_name()
+    cpu = first.platform == "cpu"
     return {
-        "kind": kind,
-        "count": jax.device_count(),
+        "kind": _cpu_name() if cpu else first.device_kind,
+        "count": jax.process_count() if cpu else jax.device_count(),
         "processes": jax.process_count(),
         "platform": first.platform,
     }

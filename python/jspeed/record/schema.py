@@ -37,7 +37,7 @@ class Devices(TypedDict):
     """What a run ran on."""
 
     kind: str  # as the device reports itself
-    count: AtLeastOne
+    count: AtLeastOne  # of CPUs, those of the processes
     processes: AtLeastOne
     platform: str  # cpu, gpu or tpu
 

@@ -3,6 +3,7 @@ summary."""
 
 import math
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -62,6 +63,7 @@ def finish(
     clock, verdicts, holdout = history.clock, dict[str, probes.Verdict](), None
     unread: Unread | None = None
     if state and history.status in ("finished", "stopped"):
+        threading.Thread(target=hooks.before_end, daemon=True).start()
         try:
             verdicts, holdout = evaluate_and_probe(setup, history, state, console)
             if not cut_short(setup, history):

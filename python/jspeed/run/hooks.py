@@ -94,7 +94,8 @@ class Hooks:
     ``run_dir``, and ``announcement_of(run_dir, recipe hash, seed, steps)`` returns what it
     says of the run. ``second_range(recipe)`` is the first token of the range of
     validation tokens that is evaluated once, at the end. ``notes(recipe, source's SHA-256)`` is
-    said at the start, ``remarks(run)`` at the end. ``draw(run_dir, run, training losses by timed
+    said at the start, ``remarks(run)`` at the end. ``before_end()`` loads what drawing needs, in a
+    thread beside the last evaluations. ``draw(run_dir, run, training losses by timed
     seconds, seconds at which stages began, unit)`` draws what run.json says.
 
     When the run has kept its parameters, process 0 calls ``afterwards(options, run_dir)``.
@@ -117,6 +118,7 @@ class Hooks:
     second_range: Callable[[Recipe], int | None] = nothing
     notes: Callable[[Recipe, str], Sequence[str]] = no_notes
     remarks: Callable[[Unsealed], Sequence[str]] = no_notes
+    before_end: Callable[[], None] = nothing
     draw: Callable[[Path, Unsealed, Sequence[tuple[float, float]], Sequence[float], str], None] = (
         nothing
     )

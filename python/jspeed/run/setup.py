@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jspeed.data.tokens import TOKENIZERS, copy_tokenizer
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
 from jspeed.parallel.layout import partitions
-from jspeed.parallel.mesh import make_mesh, mesh_for
+from jspeed.parallel.mesh import make_mesh, mesh_for, request_cpu_devices
 from jspeed.recipe import Recipe
 from jspeed.record import provenance
 from jspeed.record.provenance import StartEvidence, checksum
@@ -45,7 +46,7 @@ from jspeed.run.compute.device import (
     memory_of,
     platform_problem,
 )
-from jspeed.run.compute.division import memory_notes, place
+from jspeed.run.compute.division import devices_of_cpu, memory_notes, place
 from jspeed.run.compute.host_tables import HostTables
 from jspeed.run.compute.program import (
     Program,
@@ -53,7 +54,7 @@ from jspeed.run.compute.program import (
     eval_context,
     state_shardings,
 )
-from jspeed.run.compute.step import State, fetcher, with_parameters
+from jspeed.run.compute.step import State, fetcher, with_parameters, without_jit
 from jspeed.run.compute.warm_up import warm_up_fits
 from jspeed.run.evidence.foreign_code import remember
 from jspeed.run.evidence.stream import Facts, facts
@@ -124,12 +125,12 @@ def set_up(
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory
     behind. ``saves``: where nothing announced the run, programs are loaded that such a run has
     saved (:mod:`jspeed.saved`)."""
-    announced = bool(hooks.announced(options.run_dir))
+    alone, announced = saves, bool(hooks.announced(options.run_dir))
     use_compile_cache(announced)
-    saves = saves and not announced
+    saves = alone and not announced
     if options.programs is not None and not saves:
         raise BadInput(f"--programs: {MAKES_ITS_OWN}; leave it out")
-    loaded, placement = load_recipe_and_placement(options, hooks)
+    loaded, placement = load_recipe_and_placement(options, hooks, alone)
     tables = None
     if loaded.recipe.on_host:
         tables = hooks.host_tables(loaded.recipe, placement.mesh)
@@ -175,10 +176,10 @@ def set_up(
 
 
 def load_recipe_and_placement(
-    options: Options, hooks: Hooks = NO_HOOKS
+    options: Options, hooks: Hooks = NO_HOOKS, alone: bool = False
 ) -> tuple[LoadedRecipe, Placement]:
     """Return the recipe, with --target-loss, and where it runs; several processes must call this
-    together.
+    together. In a process that is this run ``alone``, the cores of a CPU become devices.
 
     Tables that do not fit are the host's, as with ``--table host``. Raises :class:`BadInput` for
     invalid options, and where the layout, batch or tables do not fit the mesh, or the state memory.
@@ -188,6 +189,9 @@ def load_recipe_and_placement(
     recipe = loaded.recipe
     if options.target_loss is not None:
         loaded = replace(loaded, recipe=replace(recipe, target_loss=options.target_loss))
+    if alone and options.mesh is None and processes.count() == 1 and not without_jit():
+        with suppress(RuntimeError):  # a recipe's file may have asked for JAX's devices already
+            request_cpu_devices({"data": devices_of_cpu(recipe, options.micro_batch)})
     mesh = mesh_for(options.mesh) or make_mesh()
     # all processes compile the same program
     memory = min(filter(None, gather("memory", memory_of(mesh))), default=None)
@@ -307,7 +311,7 @@ def say_opening(
     lines = [
         ("recipe", f"{path}, hash {loaded.hash[:12]}", recipe.name),
         *describe(recipe),
-        ("devices", on, str(devices["count"])),
+        ("devices", on, str(mesh.size)),
         (
             "micro-batches",
             f"{accumulated}; {first.value} {first.why}",

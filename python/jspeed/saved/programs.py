@@ -51,7 +51,6 @@ from jspeed.errors import BadInput, say, type_and_line, writable_folder
 from jspeed.record import provenance
 from jspeed.run.compute.device import GPUS, Placement
 from jspeed.run.compute.program import Program, compile_program
-from jspeed.run.compute.side_by_side import in_calls
 from jspeed.run.compute.step import draw, unchanged, without_jit
 from jspeed.run.evidence.source import beyond
 from jspeed.run.find_recipe import LoadedRecipe
@@ -61,7 +60,7 @@ MOST = 2**31  # bytes of the folder: the files that were not used for longest go
 SUFFIX = ".saved"
 HEAD = b"jspeed 1 "  # then the SHA-256 of what follows, and a newline
 NO_MATTER = re.compile("jax_.*(cache|log|dump|traceback|explain).*")  # settings of JAX
-FACTS = ("micro_tokens", "eval_lanes", "head_chunk", "remat", "parts", "eval_calls", "inside")
+FACTS = ("micro_tokens", "eval_lanes", "head_chunk", "remat", "parts", "inside")
 
 
 class Store:
@@ -340,9 +339,8 @@ def made_of(description: Mapping[str, Any], placement: Placement, store: Store) 
     )
     steps = tuple(tuple(found[each] for each in phases) for phases in description["steps"])
     at_end = found.get(description["at_end"], unchanged)
-    evaluate = in_calls(evaluation, description["facts"]["eval_calls"])
     return Program(
-        partial(draw, drawn, placement.mesh), steps, evaluate, at_end, **description["facts"],
+        partial(draw, drawn, placement.mesh), steps, evaluation, at_end, **description["facts"],
         others=(drawn, evaluation), sums=sums, loaded=True,
     )  # fmt: skip
 

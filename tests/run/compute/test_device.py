@@ -155,6 +155,25 @@ def test_a_process_is_asked_for_no_more_cpu_devices_than_it_has(monkeypatch):
     refused("--mesh data=500,model=2 ", request_cpu_devices, parse_mesh("data=500,model=2"))
 
 
+@pytest.mark.parametrize(
+    ("there", "name", "micro_batch", "expected"),
+    [
+        (1, "nanogpt", None, 1),
+        (7, "nanogpt", None, 6),  # of 12 lanes
+        (64, "stdlib", None, division.CPU_DEVICES),
+        (8, "nanogpt", 12 * 64, 1),
+        (8, "nanogpt", 4 * 64, 3),
+        (8, "gpt2", None, 2),  # of which each holds all parameters
+    ],
+)
+def test_cores_are_as_many_devices_as_divide_the_batch(
+    monkeypatch, there, name, micro_batch, expected
+):
+    monkeypatch.setattr(division, "cores", lambda: there)
+    sets = ["LANES=12", "LANE_LEN=64"] if name == "nanogpt" else []
+    assert division.devices_of_cpu(find(name, sets).recipe, micro_batch) == expected
+
+
 def test_attention_backends_are_those_of_the_devices():
     assert device.device_of(cuda("9.0"), "cudnn").attention == "cudnn"
     one = mesh_of(1)

@@ -17,7 +17,7 @@ from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_lanes, replicated
 from jspeed.recipe import Context, ParamSpec
 from jspeed.run import evaluate
-from jspeed.run.compute import accumulators, division, program, step
+from jspeed.run.compute import accumulators, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.warm_up import warm_up
@@ -339,24 +339,6 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         spread = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         found = evaluate.validation_loss(traced.lower().compile(), spread, validation)
         assert found == pytest.approx(expected, abs=1e-6)
-
-
-def test_two_calls_beside_each_other_give_the_same_bits(monkeypatch):
-    monkeypatch.setattr(division, "CPU_EVALUATION", 1)
-    recipe, placement = toy("fineweb-cpu"), placed(toy("fineweb-cpu"), 1)
-    rng, mesh = np.random.default_rng(3), placement.mesh
-    built = program.compile_program(recipe, placement, lanes=11)
-    rows = rng.integers(0, 257, size=(11, recipe.eval_len + 1), dtype=np.uint16)
-    at_once = division.evaluated_at_once(recipe, placement, built.micro_tokens, 11)
-    padded, whole = program.compile_evaluation(recipe, placement, at_once, 11)
-    assert built.eval_calls == 2 and at_once < 11 * recipe.eval_len
-    one, two = (
-        evaluate.token_losses(
-            each, moved_parameters(recipe), evaluate.to_devices(rows, lanes, recipe, mesh)
-        )
-        for each, lanes in ((whole, padded), (built.evaluate, built.eval_lanes))
-    )
-    np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -28,7 +28,6 @@ from jspeed.run.compute.division import (
     attempts,
     divisions,
     evaluated_at_once,
-    evaluated_in_calls,
     lanes_of_device,
     sub_lane_length,
     sub_lanes_of,
@@ -37,7 +36,7 @@ from jspeed.run.compute.division import (
 from jspeed.run.compute.host_tables import HostTables, Rows, given_shapes
 from jspeed.run.compute.inside import Inside, host_calls
 from jspeed.run.compute.score import Measure, losses
-from jspeed.run.compute.side_by_side import Job, beside, compile_all, in_calls
+from jspeed.run.compute.side_by_side import Job, beside, compile_all
 from jspeed.run.compute.step import (
     Metrics,
     State,
@@ -71,9 +70,8 @@ class Program:
     ``parts``: micro-batches of a device in each stage. ``inside``: what the recipe's functions put
     into the first state, the steps and the evaluation; none without jit. ``others``: the
     executables of the first state and of the evaluation. ``sums`` takes checksums of states.
-    ``eval_calls``: in so many calls of its executable, each with its share of the lanes, is an
-    evaluation made. ``loaded``: all were saved by an earlier run (:mod:`jspeed.saved`). ``calls``,
-    instead of ``steps``, where ``tables`` lie in the host's memory: NumPy's rows of all lanes.
+    ``loaded``: all were saved by an earlier run (:mod:`jspeed.saved`). ``calls``, instead of
+    ``steps``, where ``tables`` lie in the host's memory: NumPy's rows of all lanes.
     """
 
     init: Callable[[int], State]
@@ -89,7 +87,6 @@ class Program:
     inside: Mapping[str, Inside] = field(default_factory=dict)
     others: tuple[jax.stages.Compiled, ...] = ()
     sums: Sums = sums_of
-    eval_calls: int = 1
     loaded: bool = False
     calls: tuple[tuple[StepProgram, ...], ...] = ()
     tables: HostTables | None = None
@@ -169,9 +166,8 @@ def compile_program(
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, placement)
     at_once = evaluated_at_once(recipe, placement, micro_tokens, lanes)
-    calls, own = evaluated_in_calls(recipe, placement, at_once, lanes)
     padded, evaluation = compile_evaluation(
-        recipe, placement, at_once, own, idle, inside=inside["evaluation"], build=build
+        recipe, placement, at_once, lanes, idle, inside=inside["evaluation"], build=build
     )
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = unchanged
@@ -181,9 +177,8 @@ def compile_program(
     how = (last.head_chunk, last.remat, parts)
     drawn, sums = first(), summing()
     return Program(
-        partial(draw, drawn, mesh), steps, in_calls(evaluation, calls), end, micro_tokens,
-        padded * calls, *how, inside=inside, others=(drawn, evaluation), sums=sums,
-        eval_calls=calls,
+        partial(draw, drawn, mesh), steps, evaluation, end, micro_tokens, padded, *how,
+        inside=inside, others=(drawn, evaluation), sums=sums,
     )  # fmt: skip
 
 

@@ -1,12 +1,10 @@
-"""Compile several programs at a time, and evaluate in several threads."""
+"""Compile several programs at a time."""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
 
 import jax
-import numpy as np
 
 from jspeed.base.compiler import out_of_memory
 from jspeed.base.cores import cores
@@ -59,22 +57,3 @@ def compile_all(
         compile_one(job, stop) if alone(one.exception()) else one.result()
         for job, one in zip(jobs, started, strict=True)
     ]
-
-
-def in_calls(evaluation: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """Return an evaluation of all lanes by ``calls`` of one of equal shares, each in a thread."""
-    if calls == 1:
-        return evaluation
-
-    def evaluate(params: Any, lanes: jax.Array, targets: jax.Array, mask: Any) -> np.ndarray:
-        def of_share(number: int) -> np.ndarray:
-            share = slice(number * size, (number + 1) * size)
-            return np.asarray(
-                evaluation(params, np.asarray(lanes)[share], np.asarray(targets)[share], mask)
-            )
-
-        size = len(lanes) // calls
-        with ThreadPoolExecutor(calls) as pool:
-            return np.concatenate(list(pool.map(of_share, range(calls))))
-
-    return evaluate
