@@ -210,8 +210,8 @@ def normalisation(compared: Callable[[], tuple[jax.Array, jax.Array]]) -> Verdic
 def comparison(
     setup: Setup, params: Any, lane: np.ndarray
 ) -> Callable[[], tuple[jax.Array, jax.Array]]:
-    """Return what computes two means: of the losses, and of the log-softmax of ``forward``'s logits.
-    It is over the whole vocabulary, or, of a canonical recipe, over all of it that is possible.
+    """Return what computes two means: of the losses, and of the log-softmax of ``forward``'s
+    logits. It is over the whole vocabulary, or, of a canonical recipe, all of it that is possible.
 
     Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's
     shape. On a CPU a thread begins to trace and compile it.
