@@ -47,18 +47,23 @@ def devices_of_cpu(recipe: Recipe, micro_batch: int | None) -> int:
     gradients: on two cores as two devices stdlib's steps take 0.85 of their time, those of nanogpt
     in nanoGPT's setting 0.7.
     """
-    held = sum(spec.size for _, spec in leaves(recipe.parameters)) * 4
 
     def divides(devices: int) -> bool:
         own = [recipe.tokens_per_step(stage) // devices for stage in recipe.stages]
         return (
             recipe.lanes % devices == 0
-            and devices * held <= CPU_REPLICAS
+            and replicas_fit(recipe, devices)
             and not any(tokens % (micro_batch or 1) for tokens in own)
         )
 
     most = min(cores(), CPU_DEVICES)
     return next((devices for devices in range(most, 1, -1) if divides(devices)), 1)
+
+
+def replicas_fit(recipe: Recipe, devices: int) -> bool:
+    """Whether so many devices of a CPU may hold all parameters each, in fp32."""
+    held = sum(spec.size for _, spec in leaves(recipe.parameters)) * 4
+    return devices * held <= CPU_REPLICAS
 
 
 def place(recipe: Recipe, mesh: Mesh, layout: str, device: Device) -> Placement:

@@ -43,6 +43,7 @@ from jspeed.recipe import (
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.accumulators import AccumulatorState
 from jspeed.run.compute.device import Placement
+from jspeed.run.compute.division import replicas_fit
 from jspeed.run.compute.gradients import gradients, traced_once
 from jspeed.run.compute.host_tables import Rows, delivered, returned, with_given
 from jspeed.run.compute.score import Measure, losses
@@ -275,9 +276,14 @@ def eval_step(
     T]``, ``1 / parts`` of a device's lanes at a time.
 
     Only the inputs of ``lanes`` reach the recipe; ``targets`` (ids ``[lanes, T]``) never do.
-    ``tokenizer_mask`` is that of the context, ``given`` as of :func:`train_step`."""
+    ``tokenizer_mask`` is that of the context, ``given`` as of :func:`train_step`. On a CPU a device
+    holds small tables whole: their rows are many messages."""
     mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
+    if placement.device.platform == "cpu" and replicas_fit(recipe, mesh.size):
+        cuts = map_specs(
+            lambda spec, cut: PartitionSpec() if owned(spec, cut) else cut, recipe.parameters, cuts
+        )
     ctx = replace(
         ctx,
         blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)),
