@@ -42,6 +42,7 @@ from jspeed.run.compute.device import (
     attending_of,
     choices,
     device_of,
+    is_cpu_alone,
     keep_freed_memory,
     memory_of,
     platform_problem,
@@ -130,6 +131,8 @@ def set_up(
     saves = alone and not announced
     if options.programs is not None and not saves:
         raise BadInput(f"--programs: {MAKES_ITS_OWN}; leave it out")
+    if is_cpu_alone():
+        keep_freed_memory()  # before its devices have threads, which allocate
     loaded, placement = load_recipe_and_placement(options, hooks, alone)
     tables = None
     if loaded.recipe.on_host:
@@ -138,8 +141,6 @@ def set_up(
     if options.init_from is not None:
         first_params = hooks.read_parameters(options.init_from, loaded.recipe)
         loaded = start_from(loaded, options.init_from)
-    if placement.device.platform == "cpu":
-        keep_freed_memory()
     with clock.section("data"):
         loaded, data = open_data(options, loaded, placement.device, hooks)
     identity = identity_of(options, loaded, data)
