@@ -42,7 +42,6 @@ from jspeed.run.compute.device import (
     attending_of,
     choices,
     device_of,
-    is_cpu_alone,
     keep_freed_memory,
     memory_of,
     platform_problem,
@@ -131,12 +130,12 @@ def set_up(
     saves = alone and not announced
     if options.programs is not None and not saves:
         raise BadInput(f"--programs: {MAKES_ITS_OWN}; leave it out")
-    if is_cpu_alone():
-        keep_freed_memory()  # before its devices have threads, which allocate
     loaded, placement = load_recipe_and_placement(options, hooks, alone)
     tables = None
     if loaded.recipe.on_host:
         tables = hooks.host_tables(loaded.recipe, placement.mesh)
+    if placement.device.platform == "cpu":
+        keep_freed_memory()
     first_params = None
     if options.init_from is not None:
         first_params = hooks.read_parameters(options.init_from, loaded.recipe)

@@ -14,10 +14,12 @@ from jspeed.errors import BadInput
 from jspeed.model.custom_kernels import Kernel
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
+from jspeed.run import setup
 from jspeed.run.compute import device, division, program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
+from jspeed.run.options import Options
 
 from ...refusals import refused
 from ...toys import TOYS
@@ -172,6 +174,16 @@ def test_cores_are_as_many_devices_as_divide_the_batch(
     monkeypatch.setattr(division, "cores", lambda: there)
     sets = ["LANES=12", "LANE_LEN=64"] if name == "nanogpt" else []
     assert division.devices_of_cpu(find(name, sets).recipe, micro_batch) == expected
+
+
+def test_only_a_process_that_is_a_run_divides_its_cores(monkeypatch):
+    asked = []
+    monkeypatch.setattr(setup, "request_cpu_devices", asked.append)
+    monkeypatch.setattr(setup, "devices_of_cpu", lambda *_: 4)
+    for mesh, alone in ((None, False), ("data=8", True), (None, True)):
+        assert asked == []
+        setup.load_recipe_and_placement(Options("stdlib", mesh=mesh), alone=alone)
+    assert asked == [{"data": 4}]
 
 
 def test_attention_backends_are_those_of_the_devices():

@@ -28,7 +28,8 @@ GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the record
 # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 BYTES_PER_TOKEN = 900_000
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc's malloc.h
+HEAP = 2**26  # bytes, glibc's HEAP_MAX_SIZE: of a heap of another thread than the first
 WHY_ATTENTION = {  # of a GPU, before its compute capability
     "cudnn": "compute capability ",
     "triton": "jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is ",
@@ -283,20 +284,15 @@ def memory_of(mesh: Mesh) -> int | None:
     return int(USABLE * limit) if limit and own.platform in GPUS else limit
 
 
-def is_cpu_alone() -> bool:
-    """Whether JAX will use the CPU, as far as is known before it has devices."""
-    asked = jax.config.values["jax_platforms"]
-    return asked == "cpu" or not (asked or visible_gpus(os.environ) or accelerators.find().tpus)
-
-
 def keep_freed_memory() -> None:
     """Speed up steps on a CPU: tell glibc never to give freed memory back to the kernel. Elsewhere
     do nothing.
 
     XLA allocates a program's temporaries anew at every call. By default each such block is a fresh
     mapping whose pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md).
-    Call it before other threads allocate, those of JAX's devices too: after them it saves nothing
-    on two devices of a CPU, whose steps then take 1.15 times as long.
+    A thread's empty heap would go back too, but not where a heap's size is to be kept free. One
+    arena for all threads is no answer: a process that has compiled then takes up to twice as long
+    for a step (lab/2026-11-29-peers.md).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -304,7 +300,7 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(M_ARENA_MAX, 1)
+    mallopt(M_TOP_PAD, HEAP)
 
 
 def give_back_memory() -> None:
