@@ -63,7 +63,8 @@ def finish(
     clock, verdicts, holdout = history.clock, dict[str, probes.Verdict](), None
     unread: Unread | None = None
     if state and history.status in ("finished", "stopped"):
-        threading.Thread(target=hooks.before_end, daemon=True).start()
+        if processes.index() == 0:
+            threading.Thread(target=hooks.before_end, daemon=True).start()
         try:
             verdicts, holdout = evaluate_and_probe(setup, history, state, console)
             if not cut_short(setup, history):

@@ -55,7 +55,7 @@ class Options:
             the end activations are recomputed instead of stored, with +scan the layers are one
             loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all
-            remaining devices.
+            remaining devices. Default: data over all; a CPU's cores are devices.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes or
             (TPU) splash.

@@ -292,7 +292,7 @@ def keep_freed_memory() -> None:
     mapping whose pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md).
     A thread's empty heap would go back too, but not where a heap's size is to be kept free. One
     arena for all threads is no answer: a process that has compiled then takes up to twice as long
-    for a step (lab/2026-11-29-peers.md).
+    for a step (lab/2026-11-30-cores-as-devices.md).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
