@@ -25,8 +25,8 @@ MINIMUM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 def use_compile_cache(announced: bool = False) -> None:
     """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR
     says where. An ``announced`` run, which may become a record, compiles all of its own: a file
-    under the right name may be another program. What compiles in less than a tenth of a
-    second is not worth a file, unless JAX's own variable (``MINIMUM``) says how long is.
+    under the right name may be another program. What compiles in less than half a second
+    is not worth a file, unless JAX's own variable (``MINIMUM``) says how long is.
 
     A folder that cannot be written is read, if it is there, and one line on stderr says why. An
     entry that cannot be read, or not be written whole, is removed, with those of its name, and one
@@ -35,7 +35,7 @@ def use_compile_cache(announced: bool = False) -> None:
     if announced:
         use_no_compile_cache()
         return
-    least = float(os.environ.get(MINIMUM, 0.1))
+    least = float(os.environ.get(MINIMUM, 0.5))
     try:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))

@@ -134,12 +134,12 @@ def set_up(
     tables = None
     if loaded.recipe.on_host:
         tables = hooks.host_tables(loaded.recipe, placement.mesh)
-    if placement.device.platform == "cpu":
-        keep_freed_memory()
     first_params = None
     if options.init_from is not None:
         first_params = hooks.read_parameters(options.init_from, loaded.recipe)
         loaded = start_from(loaded, options.init_from)
+    if placement.device.platform == "cpu":
+        keep_freed_memory()
     with clock.section("data"):
         loaded, data = open_data(options, loaded, placement.device, hooks)
     identity = identity_of(options, loaded, data)

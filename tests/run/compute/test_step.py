@@ -15,9 +15,9 @@ from jspeed.base.jax_versions import scan_sizes
 from jspeed.model.layers import look_up_all
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_lanes, replicated
-from jspeed.recipe import Context, ParamSpec
+from jspeed.recipe import Context, ParamSpec, leaves
 from jspeed.run import evaluate
-from jspeed.run.compute import accumulators, program, step
+from jspeed.run.compute import accumulators, division, program, step
 from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.warm_up import warm_up
@@ -318,9 +318,11 @@ def test_warm_up_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["fineweb-cpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("r29", "llmc"))]
+    "name",
+    ["fineweb-cpu", "shakespeare-char"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("r29", "llmc")],
 )
-def test_validation_loss_depends_on_neither_devices_nor_batch(name):
+def test_validation_loss_depends_on_neither_devices_nor_batch(name, monkeypatch):
     recipe = toy(name)
     rng = np.random.default_rng(3)
     rows = rng.integers(0, 257, size=(10, recipe.eval_len + 1), dtype=np.uint16)
@@ -329,7 +331,10 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     logits = np.asarray(forward(params, rows[:, :-1].astype(np.int32)), np.float64)
     own = np.take_along_axis(logits, rows[:, 1:, None].astype(int), -1)
     expected = np.mean(np.log(np.exp(logits).sum(-1, keepdims=True)) - own)
-    for devices in (1, 8):
+    tables = any("row" in spec.axes for _, spec in leaves(recipe.parameters))
+    # on a CPU small tables are gathered; without room rows come from their owners, as on GPUs
+    for devices, room in ((1, division.CPU_REPLICAS), (8, division.CPU_REPLICAS), (8, 0)):
+        monkeypatch.setattr(division, "CPU_REPLICAS", room)
         mesh = mesh_of(devices)
         device = device_of(mesh)
         padded, traced = program.trace_evaluation(
@@ -337,7 +342,9 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         )
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         spread = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-        found = evaluate.validation_loss(traced.lower().compile(), spread, validation)
+        compiled = traced.lower().compile()
+        assert ("all-to-all" in compiled.as_text()) == (tables and not room)
+        found = evaluate.validation_loss(compiled, spread, validation)
         assert found == pytest.approx(expected, abs=1e-6)
 
 

@@ -45,7 +45,7 @@ def devices_of_cpu(recipe: Recipe, micro_batch: int | None) -> int:
 
     Cores that share one device wait for each other at every operation, devices only where they sum
     gradients: on two cores as two devices stdlib's steps take 0.85 of their time, those of nanogpt
-    in nanoGPT's setting 0.7.
+    in nanoGPT's setting 0.8 (lab/2026-11-30-cores-as-devices.md).
     """
 
     def divides(devices: int) -> bool:

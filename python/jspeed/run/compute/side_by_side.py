@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
 
 import jax
 
@@ -12,12 +13,11 @@ from jspeed.run.compute.device import GPUS, Device
 from jspeed.run.compute.division import Attempt
 
 GPU_COMPILES = 2  # at a time
+Made = TypeVar("Made")
 Job = tuple[int, int]  # the number of a stage, and the phase of its steps
 
 
-def beside(
-    call: Callable[[], jax.stages.Compiled], device: Device
-) -> Callable[[], jax.stages.Compiled]:
+def beside(call: Callable[[], Made], device: Device) -> Callable[[], Made]:
     """Begin to compile in a thread; return what waits for it. On GPUs compile at once, for the
     reasons of :func:`compile_all`."""
     if device.platform in GPUS:

@@ -34,6 +34,7 @@ from jspeed.run import evaluate
 from jspeed.run.compute.host_tables import with_given
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.score import losses, without_padding
+from jspeed.run.compute.side_by_side import beside
 from jspeed.run.compute.step import State, replicated_on_all_devices, without_jit
 from jspeed.run.compute.warm_up import warm_ups
 from jspeed.run.evaluate import look_up, put_padded, to_devices, token_losses, weighted_mean
@@ -248,10 +249,8 @@ def comparison(
     mesh, tables = setup.placement.mesh, setup.program.tables
     if setup.placement.device.platform != "cpu" or recipe.beside or tables:
         return lambda: compiled()()
-    pool = ThreadPoolExecutor(1)
-    begun = pool.submit(compiled)
-    pool.shutdown(wait=False)
-    return lambda: begun.result()()
+    begun = beside(compiled, setup.placement.device)
+    return lambda: begun()()
 
 
 def data_evidence(setup: Setup, hashed: bool) -> Data:
