@@ -25,6 +25,17 @@ def stand(x):
 
 def loss("""
 
+# a machine so busy that the clock moves between two looks at it: the timed part is still open
+BUSY = """import runpy
+import time
+
+from jspeed.run import finish
+
+identity = finish.identity
+finish.identity = lambda setup: time.sleep(0.1) or identity(setup)
+runpy.run_module("jspeed", run_name="__main__")
+"""
+
 
 def test_what_stands_still_is_told_once():
     """What moves, is nothing but slow, or is not watched, is not."""
@@ -59,7 +70,7 @@ def test_a_step_that_does_not_end(tmp_path):
     }
     recipe.write_text(edited(edits))
     found = subprocess.run(
-        [sys.executable, "-m", "jspeed", "run", recipe, "--data", data, "--run-dir", "run"]
+        [sys.executable, "-c", BUSY, "run", recipe, "--data", data, "--run-dir", "run"]
         + ["--no-preflight", "--hang-after", "5", "--no-progress"],
         cwd=tmp_path,
         env=environment(),

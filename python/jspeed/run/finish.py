@@ -174,8 +174,9 @@ def record(
         data, verdicts = data_and_verdicts(setup, history, verdicts)
         origin = provenance.collect(setup.at_start)
         table = parameter_table(recipe)
-    # at one moment, however busy the machine is
+    # at one moment, however busy the machine is: in a run that hangs the timed part is still open
     ledger, wall = clock.ledger, clock.wall_seconds
+    timed = math.fsum(section["seconds"] for section in ledger if section["timed"])
     ended = after(setup.directory.started, now() - setup.directory.opened)
     stepped = between(ended, utc_now())
     val_loss, reached = outcome(setup, history, verdicts)
@@ -187,7 +188,7 @@ def record(
         "reached": reached,
         "target_loss": recipe.target_loss,
         "val_loss": val_loss,
-        "timed_seconds": clock.timed_seconds,
+        "timed_seconds": timed,
         "compile_seconds": clock.seconds("compile"),
         "wall_seconds": wall,
         "started": setup.directory.started,
