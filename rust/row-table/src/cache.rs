@@ -2,7 +2,7 @@
 //!
 //! Nobody on the host reads a gathered row again, so it should not push others out of the caches.
 
-/// Rows ahead whose weights are fetched; their numbers are twice as far ahead again.
+/// Rows ahead whose weights are fetched; slots are looked up four times as far ahead.
 pub const AHEAD: usize = 2;
 /// Bytes of a cache line.
 const LINE: usize = 64;
