@@ -4,6 +4,7 @@ optimizer."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
@@ -310,7 +311,7 @@ class Recipe:
         ]
         return min([self.data.vocab_size, *(axes["vocab"] for axes in sizes if "vocab" in axes)])
 
-    @property
+    @cached_property
     def period(self) -> int:
         """Steps after which all parameters have been updated as often as their ``every`` says."""
         return math.lcm(*(spec.every for _, spec in leaves(self.parameters)))

@@ -77,7 +77,14 @@ def swiglu(x_BTD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.
     ``layers.uniform(1.0)`` its output has 0.6 times the standard deviation of an input of
     independent normal numbers.
     """
-    return (jax.nn.silu(x_BTD @ gate_DF) * (x_BTD @ up_DF)) @ down_FD
+    return _gated(x_BTD @ gate_DF, x_BTD @ up_DF) @ down_FD
+
+
+@jax.checkpoint
+def _gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """Kept for the gradient are the two alone: of three more arrays of their size each costs a CPU
+    more to write and read than to compute again."""
+    return jax.nn.silu(gate_BTF) * up_BTF
 
 
 def swiglu_width(width: int, multiple: int = 8) -> int:
