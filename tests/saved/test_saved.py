@@ -11,10 +11,12 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspeed.base.files import PROGRAMS, cache_folder
+from jspeed.base.jax_versions import machine_code
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_lanes
 from jspeed.record.provenance import PACKAGE
@@ -287,6 +289,28 @@ def test_a_hash_is_of_the_program_alone():
     other = text.replace('1 "a.py"\n', '1 "b.py"\n2 "c.py"\n') + line.replace("3}", "5}")
     assert text_hash(text + line) == text_hash(other)
     assert text_hash(text + line) != text_hash(text + line.replace("add", "multiply"))
+
+
+LOADS = """
+import pickle
+import sys
+import jax
+import numpy as np
+from jspeed.base.jax_versions import from_machine_code
+kept = pickle.loads(sys.stdin.buffer.read())
+made = from_machine_code(kept, jax.devices()[:1])
+sys.stdout.buffer.write(np.asarray(made(np.eye(4, dtype=np.float32) + 1)).tobytes())
+"""
+
+
+def test_a_process_that_loads_lapack_finds_it():
+    """As track3-soap's programs do, on a CPU."""
+    matrix = np.eye(4, dtype=np.float32) + 1
+    made = jax.jit(lambda x: jnp.linalg.qr(x)[0]).lower(matrix).compile()
+    command, kept = [sys.executable, "-c", LOADS], pickle.dumps(machine_code(made))
+    done = subprocess.run(command, input=kept, env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == np.asarray(made(matrix)).tobytes()
 
 
 ELSEWHERE = """

@@ -204,7 +204,19 @@ def from_machine_code(kept: tuple[Any, ...], devices: list[Any]) -> Any:
     from jax.experimental.serialize_executable import deserialize_and_load
 
     code, arguments, results = kept
+    if b"lapack_" in code:
+        find_lapack()
     return deserialize_and_load(code, arguments, results, execution_devices=devices)
+
+
+@cache
+def find_lapack() -> None:
+    """Let JAX find LAPACK's functions, which it does where one of them is lowered: machine code
+    that a process loads without that calls a null pointer. Seen with JAX 0.10 and 0.12."""
+    import jax
+
+    one = jax.ShapeDtypeStruct((1, 1), "float32")
+    jax.jit(jax.lax.linalg.cholesky).trace(one).lower(lowering_platforms=("cpu",))
 
 
 @cache
