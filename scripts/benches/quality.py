@@ -327,10 +327,8 @@ def compare(
     """Compare final losses with the first recipe's, and the tokens to the higher of the two mean
     final losses."""
     ends = {label: [curve[-1][1] for curve in found] for label, found in curves.items() if found}
-    first, sigma = (
-        next(iter(ends)),
-        pooled_sigma(losses for losses in ends.values() if math.isfinite(sum(losses))),
-    )
+    first, finite = next(iter(ends)), [each for each in ends.values() if math.isfinite(sum(each))]
+    sigma, freedom = pooled_sigma(finite), sum(len(losses) - 1 for losses in finite)
 
     def needed(label: str, goal: float) -> float:
         return statistics.fmean(first_at(curve, goal) or curve[-1][0] for curve in curves[label])
@@ -339,13 +337,16 @@ def compare(
     for label, losses in ends.items():
         goal = max(statistics.fmean(losses), statistics.fmean(ends[first]))
         comparable = label != first and math.isfinite(sum(losses + ends[first]))
+        p = None
+        if sigma and comparable:
+            p = better_than(losses, ends[first], sigma, freedom=freedom).p
         rows[label] = {
             "tokens": curves[label][0][-1][0],
             "losses": losses,
             "loss": statistics.fmean(losses),
             "goal": goal,
             "fraction": needed(label, goal) / needed(first, goal),
-            "p": better_than(losses, ends[first], sigma).p if sigma and comparable else None,
+            "p": p,
         }
     return rows
 

@@ -108,6 +108,8 @@ def test_better_than_parent_by_track_3s_formula():
     z, p = stats.better_than(child, parent, 0.0013, steps_saved=100, price=0.0045 / 100)
     assert z == pytest.approx(by_hand / 0.0013) and p == pytest.approx(scipy_stats.norm.sf(z))
     assert stats.better_than(child, parent, 0.0013).p > 0.5
+    few = stats.better_than(child, parent, 0.0013, 100, 0.0045 / 100, freedom=2)
+    assert few.statistic == z and few.p == pytest.approx(scipy_stats.t.sf(z, 2)) and few.p > p
 
 
 def test_price_of_a_step():

@@ -100,8 +100,10 @@ def better_than(
     sigma: float,
     steps_saved: float = 0.0,
     price: float = 0.0,
+    freedom: float = math.inf,
 ) -> Test:
-    """Test that ``child`` would have the lower loss had it as many steps as ``parent``.
+    """Test that ``child`` would have the lower loss had it as many steps as ``parent``; ``sigma``
+    is known, or has the degrees of ``freedom`` of few runs.
 
     ``price`` is what the parent's loss falls in one more step, so that ``steps_saved`` of them
     count as a gain: (loss difference + price x steps saved) / (sigma sqrt(1/n1 + 1/n2)), track 3's
@@ -109,7 +111,7 @@ def better_than(
     """
     gain = fmean(parent) - fmean(child) + price * steps_saved
     z = _statistic(gain, sigma * math.sqrt(1 / len(child) + 1 / len(parent)))
-    return Test(z, float(ndtr(-z)))
+    return Test(z, float(stdtr(freedom, -z)))
 
 
 def differ(a: Sequence[float], b: Sequence[float], sigma: float) -> float:
