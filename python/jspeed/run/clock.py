@@ -64,6 +64,11 @@ def between(earlier: str, later: str) -> float:
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
+def timed(ledger: list[Interval]) -> float:
+    """Return the timed seconds of a ``ledger``."""
+    return sum(section["seconds"] for section in ledger if section["timed"])
+
+
 class Clock:
     """A ledger of sections of wall time, exactly one of which is open at any moment."""
 
@@ -120,7 +125,7 @@ class Clock:
     @property
     def timed_seconds(self) -> float:
         """Timed seconds so far."""
-        return sum(section["seconds"] for section in self.ledger if section["timed"])
+        return timed(self.ledger)
 
     def seconds(self, name: str) -> float:
         """Seconds so far of all sections called ``name``."""

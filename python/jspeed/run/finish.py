@@ -35,7 +35,7 @@ from jspeed.record.schema import (
 from jspeed.record.sizes import flops_per_token, parameter_table
 from jspeed.run import console as output
 from jspeed.run import export
-from jspeed.run.clock import after, between, now, utc_now
+from jspeed.run.clock import after, between, now, timed, utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import look_up, token_losses, validation_accuracy, weighted_mean
 from jspeed.run.evidence import probes
@@ -176,7 +176,6 @@ def record(
         table = parameter_table(recipe)
     # at one moment, however busy the machine is: in a run that hangs the timed part is still open
     ledger, wall = clock.ledger, clock.wall_seconds
-    timed = math.fsum(section["seconds"] for section in ledger if section["timed"])
     ended = after(setup.directory.started, now() - setup.directory.opened)
     stepped = between(ended, utc_now())
     val_loss, reached = outcome(setup, history, verdicts)
@@ -188,7 +187,7 @@ def record(
         "reached": reached,
         "target_loss": recipe.target_loss,
         "val_loss": val_loss,
-        "timed_seconds": timed,
+        "timed_seconds": timed(ledger),
         "compile_seconds": clock.seconds("compile"),
         "wall_seconds": wall,
         "started": setup.directory.started,
