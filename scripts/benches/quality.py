@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benches.versus import first_at, or_nan, our_run
 from jspeed.base.files import write_whole
-from jspeed.board.stats import better_than, pooled_sigma
+from jspeed.board.stats import better_than, freedom_of, pooled_sigma
 from jspeed.board.views import loss_plot
 from jspeed.cli.flags import check_folders
 from jspeed.corpus import chunks
@@ -328,7 +328,7 @@ def compare(
     final losses."""
     ends = {label: [curve[-1][1] for curve in found] for label, found in curves.items() if found}
     first, finite = next(iter(ends)), [each for each in ends.values() if math.isfinite(sum(each))]
-    sigma, freedom = pooled_sigma(finite), sum(len(losses) - 1 for losses in finite)
+    sigma, freedom = pooled_sigma(finite), freedom_of(finite)
 
     def needed(label: str, goal: float) -> float:
         return statistics.fmean(first_at(curve, goal) or curve[-1][0] for curve in curves[label])

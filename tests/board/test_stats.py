@@ -98,6 +98,7 @@ def test_pooled_sigma_is_the_residual_of_one_mean_a_group():
     groups = [RNG.normal(mean, 0.0013, n) for mean, n in ((3.27, 4), (3.28, 9), (3.29, 1))]
     residuals = np.concatenate([group - group.mean() for group in groups])
     assert stats.pooled_sigma(groups) == pytest.approx(np.sqrt(np.sum(residuals**2) / (14 - 3)))
+    assert stats.freedom_of([*groups, []]) == 14 - 3
     assert stats.pooled_sigma([[1.0], []]) is None
 
 

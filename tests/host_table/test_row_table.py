@@ -21,7 +21,7 @@ from jspeed.parallel.sparse_rows import Pending
 
 BF16 = ml_dtypes.bfloat16
 RATES = {"learning_rate": 0.02, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.5}
-ROWS, WIDTH, MOST = 50, 24, 40
+ROWS, WIDTH, MOST = 50, 32, 40
 ONE = np.ones((1, WIDTH), BF16)
 
 

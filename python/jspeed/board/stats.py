@@ -69,10 +69,15 @@ def pooled_sigma(groups: Iterable[Sequence[float]]) -> float | None:
     """Return the standard deviation within groups of losses, pooled over them; None where no group
     has two."""
     groups = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in groups)
-    if not freedom:
+    if not groups:
         return None
-    return math.sqrt(sum((len(group) - 1) * stdev(group) ** 2 for group in groups) / freedom)
+    squares = sum((len(group) - 1) * stdev(group) ** 2 for group in groups)
+    return math.sqrt(squares / freedom_of(groups))
+
+
+def freedom_of(groups: Iterable[Sequence[float]]) -> int:
+    """Return the degrees of freedom of :func:`pooled_sigma`."""
+    return sum(max(0, len(group) - 1) for group in groups)
 
 
 def required_margin(n: int, p: float, sd: float, known: bool) -> float:

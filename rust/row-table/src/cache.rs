@@ -79,7 +79,8 @@ fn stream(row: &[u16], out: &mut [u16]) {
     out.copy_from_slice(row);
 }
 
-/// Copy `count` times 32 bytes past the caches. Stores of 16 bytes take half as long again on Intel.
+/// Copy `count` times 32 bytes past the caches. On an Intel Xeon stores of 16
+/// bytes take half as long again (lab/2026-11-28-table-in-the-hosts-memory.md).
 ///
 /// # Safety
 /// The processor has AVX, and as many lie at both addresses, which are aligned.
