@@ -124,7 +124,6 @@ def code_of(name):
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.slow
 def test_sizing_notebook_says_the_published_numbers(tmp_path):
     """Parameters of GPT-2 and GPT-3, 6 N D over 312e12 x 8 x 0.3 a second, the tutorial's table of
     GPT-3, nanoGPT's grid for approach 3, its line for approach 2, and its FLOPs of GPT-2."""
@@ -142,7 +141,6 @@ def test_sizing_notebook_says_the_published_numbers(tmp_path):
         assert words in done.stdout
 
 
-@pytest.mark.slow
 def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
     """Those of seeds.md, sections 4 to 6, and where a tutorial is wrong what is right: see the
     comments."""
@@ -253,7 +251,6 @@ def test_notebook_installs_what_the_machine_needs(
         exec(compile(cell, "cell", "exec"), {})
 
 
-@pytest.mark.slow
 def test_notebook_from_top_to_bottom(tmp_path):
     """As on a CPU; and once more the last cell, which there says why it is left out, as if JAX had
     said "a T4"."""

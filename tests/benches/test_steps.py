@@ -44,7 +44,8 @@ def test_the_index_is_measured():
 def test_the_table_of_rows_is_measured():
     done = bench("rows", "--rows", "70000", "--rounds", "2")
     assert done.returncode == ("FAIL" in done.stdout), done.stderr
-    assert done.stdout.count("\n") == 13 and done.stdout.count("of a copy") == 4
+    assert done.stdout.count("\n") == 15 and done.stdout.count("of a copy") == 4
+    assert done.stdout.count("a share's rows are found") == 2
 
 
 @pytest.mark.slow
